@@ -1,0 +1,38 @@
+"""GLM-5.2 in JAX: configuration, parameters, the model as pure functions, checkpoints, tokenizer and chat format.
+
+Public names are resolved when first used, so that importing the package imports no JAX, and so that the names that
+live on higher floors (`generate`) are found here too.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from glm52_jax.checkpoint.load import load_params as load_params
+    from glm52_jax.config import ModelConfig as ModelConfig
+    from glm52_jax.config import load_config as load_config
+    from glm52_jax.errors import InputError as InputError
+    from glm52_jax.model import forward as forward
+    from glm52_jax.model import trace as trace
+    from glm52_jax.params import init_params as init_params
+
+_PUBLIC = {
+    "InputError": "glm52_jax.errors",
+    "ModelConfig": "glm52_jax.config",
+    "forward": "glm52_jax.model",
+    "generate": "infer.generation",
+    "init_params": "glm52_jax.params",
+    "load_config": "glm52_jax.config",
+    "load_params": "glm52_jax.checkpoint.load",
+    "trace": "glm52_jax.model",
+}
+
+__all__ = sorted(_PUBLIC)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'glm52_jax' has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)

@@ -1,0 +1,139 @@
+"""Multi-head latent attention: the projections, and its two equal forms.
+
+*Absorbed*: the key up-projection is moved to the query and the value up-projection to the output, so that attention
+runs on the cached latent rows themselves; right for few queries and for sparse ones. *Expanded*: keys and values of
+every head are computed from the latent rows first; fewer operations for a long chunk of queries.
+
+Source: DeepSeek-V2 (arXiv 2405.04434, section 2.1); names of weights as in the parameter table.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from glm52_jax.cache import Cache, context_rows
+from glm52_jax.config import ModelConfig
+from glm52_jax.kernels.masked_attention.api import masked_attention
+from glm52_jax.kernels.sparse_mla.api import sparse_mla
+from glm52_jax.primitives import Rotary, einsum, rms_norm
+from glm52_jax.selection import Selection
+
+
+class Projected(NamedTuple):
+    """What attention and indexer need of a chunk of tokens.
+
+    Attributes:
+        q_nope: `[batch, tokens, heads, qk_nope_head_dim]`.
+        q_rope: `[batch, tokens, heads, qk_rope_head_dim]`, rotated.
+        row: `[batch, tokens, latent_width]`, what the cache keeps: normalised latent, rotated rope key.
+        q_latent: `[batch, tokens, q_lora_rank]`, normalised; input of the index queries.
+    """
+
+    q_nope: jax.Array
+    q_rope: jax.Array
+    row: jax.Array
+    q_latent: jax.Array
+
+
+def project(weights: dict[str, Any], config: ModelConfig, x: jax.Array, rotary: Rotary) -> Projected:
+    """Queries and latent row of normalised hidden states `x` `[batch, tokens, embed]`."""
+    q_latent = _biased(einsum("bsd,qd->bsq", x, weights["q_a"]), weights.get("q_a_bias"))
+    q_latent = rms_norm(q_latent, weights["q_a_norm"], config.latent_norm_eps)
+    q = einsum("bsq,hnq->bshn", q_latent, weights["q_b"])
+    kv = _biased(einsum("bsd,rd->bsr", x, weights["kv_a"]), weights.get("kv_a_bias"))
+    latent = rms_norm(kv[..., : config.kv_lora_rank], weights["kv_a_norm"], config.latent_norm_eps)
+    k_rope = rotary.rotate(kv[..., config.kv_lora_rank :], interleave=config.rope_interleave)
+    return Projected(
+        q_nope=q[..., : config.qk_nope_head_dim],
+        q_rope=rotary.rotate(q[..., config.qk_nope_head_dim :], interleave=config.rope_interleave),
+        row=jnp.concatenate([latent, k_rope], axis=-1),
+        q_latent=q_latent,
+    )
+
+
+def attend(
+    weights: dict[str, Any],
+    config: ModelConfig,
+    projected: Projected,
+    cache: Cache,
+    layer: jax.Array | int,
+    positions: jax.Array,
+    selection: Selection,
+    *,
+    expanded: bool,
+    backend: str,
+) -> jax.Array:
+    """Attention of a chunk to the selected positions of its cache, and the output projection.
+
+    Args:
+        weights: one layer of the attention stack.
+        projected: of the chunk, whose rows are already in the cache.
+        positions: int32 `[batch, tokens]`, -1 for padding.
+        selection: what each query attends to; a mask when `expanded`.
+
+    Returns:
+        `[batch, tokens, embed]`.
+    """
+    form = _expanded if expanded else _absorbed
+    values = form(weights, config, projected, cache, layer, positions, selection, backend)
+    return _biased(einsum("bshv,dhv->bsd", values, weights["o"]), weights.get("o_bias"))
+
+
+def _absorbed(
+    weights: dict[str, Any],
+    config: ModelConfig,
+    projected: Projected,
+    cache: Cache,
+    layer: jax.Array | int,
+    positions: jax.Array,
+    selection: Selection,
+    backend: str,
+) -> jax.Array:
+    queries = einsum("bshn,hnr->bshr", projected.q_nope, weights["k_up"])
+    queries = jnp.concatenate([queries, projected.q_rope], axis=-1)
+    latent, _ = sparse_mla(
+        queries,
+        cache.latent,
+        layer,
+        cache.page_table,
+        positions,
+        selection,
+        config.qk_head_dim**-0.5,
+        kv_lora_rank=config.kv_lora_rank,
+        backend=backend,
+    )
+    return einsum("bshr,hvr->bshv", latent, weights["v_up"])
+
+
+def _expanded(
+    weights: dict[str, Any],
+    config: ModelConfig,
+    projected: Projected,
+    cache: Cache,
+    layer: jax.Array | int,
+    positions: jax.Array,
+    selection: Selection,
+    backend: str,
+) -> jax.Array:
+    assert selection.mask is not None
+    rows = context_rows(cache.latent, layer, cache.page_table, jnp.max(positions, axis=1) + 1)
+    rows = rows.astype(projected.row.dtype)
+    latent, k_rope = rows[..., : config.kv_lora_rank], rows[..., config.kv_lora_rank :]
+    k_nope = einsum("btr,hnr->bthn", latent, weights["k_up"])
+    k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k_nope.shape[:3], k_rope.shape[-1]))
+    return masked_attention(
+        jnp.concatenate([projected.q_nope, projected.q_rope], axis=-1),
+        jnp.concatenate([k_nope, k_rope], axis=-1),
+        einsum("btr,hvr->bthv", latent, weights["v_up"]),
+        positions,
+        selection.mask,
+        config.qk_head_dim**-0.5,
+        backend=backend,
+    )
+
+
+def _biased(x: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return x if bias is None else x + bias

@@ -1,0 +1,203 @@
+"""One decoder layer, the same code for every path: training, prefill, decode, draft and verification.
+
+Whether a layer has an indexer of its own and whether its MLP is dense are data, so that one compiled body serves any
+layer plan; where they are known when the step is built (the MTP layer), the other branch is never traced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from glm52_jax import indexer
+from glm52_jax.attention import attend, project
+from glm52_jax.cache import Cache
+from glm52_jax.config import DENSE, FULL, ModelConfig
+from glm52_jax.errors import InputError
+from glm52_jax.kernels import resolve_backend
+from glm52_jax.kernels.cache_write.api import write_rows
+from glm52_jax.moe import moe
+from glm52_jax.primitives import Rotary, rms_norm, swiglu, take
+from glm52_jax.selection import Selection
+from glm52_jax.spec import Stack, stack_layers
+
+
+@dataclasses.dataclass(frozen=True)
+class Forms:
+    """Which of its equal forms a step uses; fixed when the step is built.
+
+    Attributes:
+        attention: "absorbed" or "expanded".
+        selection: "indices" or "mask"; "expanded" attention needs the mask.
+        backend: backend of the kernels, see `kernels.BACKENDS`.
+    """
+
+    attention: str = "absorbed"
+    selection: str = "indices"
+    backend: str = "reference"
+
+    def __post_init__(self) -> None:
+        if self.attention not in ("absorbed", "expanded"):
+            raise InputError(f"attention form is {self.attention!r}, expected absorbed or expanded")
+        if self.selection not in ("indices", "mask"):
+            raise InputError(f"selection form is {self.selection!r}, expected indices or mask")
+        if self.attention == "expanded" and self.selection != "mask":
+            raise InputError("attention form is 'expanded', which needs the selection form 'mask'")
+
+    @classmethod
+    def best(cls, tokens: int, *, platform: str | None = None, backend: str | None = None) -> Forms:
+        """The forms for a step of `tokens` tokens a sequence: few of them gather what they attend to, many share it."""
+        backend = resolve_backend(backend, platform or jax.default_backend())
+        if tokens <= _FEW_TOKENS:
+            return cls("absorbed", "indices", backend)
+        return cls("expanded", "mask", backend)
+
+    def no_selection(self, config: ModelConfig, cache: Cache, batch: int, tokens: int) -> Selection:
+        """A selection of nothing, with the shapes that `indexer.select` gives."""
+        if self.selection == "mask":
+            return Selection.empty(batch, tokens, positions=cache.capacity)
+        return Selection.empty(batch, tokens, k=min(config.index_topk, cache.capacity))
+
+
+_FEW_TOKENS = 8  # up to one verified token and seven drafts
+
+Flag = jax.Array | np.ndarray | bool
+Ordinal = jax.Array | np.ndarray | int
+
+
+class LayerPlace(NamedTuple):
+    """Where a layer's arrays are in the stacks, and of which kinds it is.
+
+    Attributes:
+        layer: ordinal in the stacks that every layer is in.
+        full: whether the layer makes its own selection.
+        indexer: ordinal in the indexer stack (any number where `full` is false).
+        dense: whether the MLP is dense.
+        mlp: ordinal in the dense or in the MoE stack.
+    """
+
+    layer: Ordinal
+    full: Flag
+    indexer: Ordinal
+    dense: Flag
+    mlp: Ordinal
+
+    @classmethod
+    def plan(cls, config: ModelConfig) -> LayerPlace:
+        """The places of all decoder layers: arrays `[num_hidden_layers]`."""
+        layers = range(config.num_hidden_layers)
+        full = np.array([kind == FULL for kind in config.indexer_types])
+        dense = np.array([kind == DENSE for kind in config.mlp_layer_types])
+        stacks = {s: {layer: i for i, layer in enumerate(stack_layers(config, s))} for s in Stack}
+        return cls(
+            layer=np.arange(config.num_hidden_layers, dtype=np.int32),
+            full=full,
+            indexer=np.array([stacks[Stack.INDEXER].get(i, 0) for i in layers], np.int32),
+            dense=dense,
+            mlp=np.array([stacks[Stack.DENSE if dense[i] else Stack.MOE][i] for i in layers], np.int32),
+        )
+
+    @classmethod
+    def of_mtp(cls, config: ModelConfig, *, own_selection: bool) -> LayerPlace:
+        """The place of the MTP layer, the last of each stack that it is in."""
+        last = {s: len(stack_layers(config, s)) - 1 for s in (Stack.LAYER, Stack.INDEXER, Stack.MOE)}
+        return cls(last[Stack.LAYER], own_selection, last[Stack.INDEXER], False, last[Stack.MOE])
+
+
+def block(
+    params: dict[str, Any],
+    config: ModelConfig,
+    place: LayerPlace,
+    x: jax.Array,
+    rotary: Rotary,
+    positions: jax.Array,
+    cache: Cache,
+    selection: Selection,
+    forms: Forms,
+) -> tuple[jax.Array, Cache, Selection, jax.Array]:
+    """Attention and MLP of one layer, each on the norm of the residual stream and added to it.
+
+    Args:
+        params: the whole tree; this layer is found by `place`.
+        x: residual stream `[batch, tokens, embed]`.
+        positions: int32 `[batch, tokens]`, -1 for padding.
+        selection: of the last full layer; used as it is where this layer is shared.
+
+    Returns:
+        The stream after this layer, the cache with this layer's rows written, the selection that was used, and the
+        chosen experts, int32 `[batch * tokens, num_experts_per_tok]` (-1 on a dense layer).
+    """
+    weights = take(params["attention"], place.layer)
+    with jax.named_scope("attention"):
+        normed = rms_norm(x, weights["input_norm"], config.rms_norm_eps)
+        projected = project(weights, config, normed, rotary)
+        cache = dataclasses.replace(
+            cache,
+            latent=write_rows(
+                cache.latent, place.layer, projected.row, cache.page_table, positions, backend=forms.backend
+            ),
+        )
+
+        def own_selection(index_keys: jax.Array, _: Selection) -> tuple[jax.Array, Selection]:
+            own = take(params["indexer"], place.indexer)
+            keys = indexer.index_keys(own, config, normed, rotary)
+            index_keys = write_rows(index_keys, place.indexer, keys, cache.page_table, positions, backend=forms.backend)
+            chosen = indexer.select(
+                own,
+                config,
+                normed,
+                projected.q_latent,
+                rotary,
+                dataclasses.replace(cache, index_keys=index_keys),
+                place.indexer,
+                positions,
+                as_mask=forms.selection == "mask",
+                backend=forms.backend,
+            )
+            return index_keys, chosen
+
+        index_keys, selection = _choose(
+            place.full, own_selection, lambda keys, last: (keys, last), cache.index_keys, selection
+        )
+        cache = dataclasses.replace(cache, index_keys=index_keys)
+        x = x + attend(
+            weights,
+            config,
+            projected,
+            cache,
+            place.layer,
+            positions,
+            selection,
+            expanded=forms.attention == "expanded",
+            backend=forms.backend,
+        )
+
+    normed = rms_norm(x, weights["post_norm"], config.rms_norm_eps)
+    with jax.named_scope("mlp"):
+        out, experts = _choose(
+            place.dense,
+            lambda h: _dense_mlp(params, config, place.mlp, h),
+            lambda h: moe(params["moe"], config, place.mlp, h, positions >= 0, backend=forms.backend),
+            normed,
+        )
+    return x + out, cache, selection, experts
+
+
+def _dense_mlp(
+    params: dict[str, Any], config: ModelConfig, layer: Ordinal, x: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    weights = take(params["dense"], layer)
+    none = jnp.full((x.shape[0] * x.shape[1], config.num_experts_per_tok), -1, jnp.int32)
+    return swiglu(x, weights["gate_up"], weights["down"]), none
+
+
+def _choose(flag: Flag, if_true: Callable, if_false: Callable, *operands: Any) -> Any:
+    """`lax.cond` for a traced flag; a flag known now traces its branch only."""
+    if isinstance(flag, bool):
+        return (if_true if flag else if_false)(*operands)
+    return jax.lax.cond(flag, if_true, if_false, *operands)

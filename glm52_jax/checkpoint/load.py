@@ -1,0 +1,193 @@
+"""Loading a published folder into the parameter tree: checked whole first, then one parameter at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from glm52_jax.checkpoint.published import Contents, PublishedCheckpoint, Stored
+from glm52_jax.config import ModelConfig
+from glm52_jax.errors import InputError
+from glm52_jax.params import build
+from glm52_jax.quant import BlockQuantized, dequantize_blocks
+from glm52_jax.spec import Param, Tensor, parameters
+
+Progress = Callable[[int, int], None]
+"""Called with bytes read so far and bytes in all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadReport:
+    """What a load did with every tensor of the folder.
+
+    Attributes:
+        tensors: number of tensors used.
+        bytes: their bytes in the files, scales included.
+        ignored: names of those not used, with the reason.
+        notes: sentences a user should read.
+    """
+
+    tensors: int
+    bytes: int
+    ignored: dict[str, str]
+    notes: tuple[str, ...]
+
+
+def load_params(
+    path: str | Path,
+    config: ModelConfig | None = None,
+    *,
+    dtype: Any = None,
+    fp8: Literal["keep", "dequantize"] = "keep",
+) -> dict[str, Any]:
+    """The parameters of a checkpoint folder in the published layout, on the default device.
+
+    Args:
+        path: folder with `config.json` and safetensors, one file or shards with an index.
+        config: read from the folder when None.
+        dtype: of the plain weights and so of the computation; as stored when None. The router's correction bias stays
+            float32 in any case.
+        fp8: "keep" FP8 weights as codes and scales, a quarter of float32's bytes, or "dequantize" them here. Results
+            are equal.
+
+    Raises:
+        InputError: a file or tensor is missing, extra, cut short, or of another shape or type; before device work.
+    """
+    return load_with_report(path, config, dtype=dtype, fp8=fp8)[0]
+
+
+def load_with_report(
+    path: str | Path,
+    config: ModelConfig | None = None,
+    *,
+    dtype: Any = None,
+    fp8: Literal["keep", "dequantize"] = "keep",
+    progress: Progress | None = None,
+) -> tuple[dict[str, Any], LoadReport]:
+    """`load_params`, with an account of what was read and what was left."""
+    if fp8 not in ("keep", "dequantize"):
+        raise InputError(f"fp8 is {fp8!r}, expected keep or dequantize")
+    checkpoint = PublishedCheckpoint(path)
+    contents = checkpoint.check(config or ModelConfig.from_folder(path))
+    total = sum(checkpoint.entry(name).stop - checkpoint.entry(name).start for name in _used(contents))
+    reader = _Reader(checkpoint, contents, jnp.dtype(dtype or contents.config.dtype), fp8 == "keep", progress, total)
+    params = build(contents.config, reader.param)
+    return params, LoadReport(len(_used(contents)), total, contents.ignored, contents.notes)
+
+
+def _used(contents: Contents) -> set[str]:
+    """Names in the files of every tensor and scale that the model is made of."""
+    stored = contents.tensors.values()
+    return {s.name for s in stored} | {s.scale for s in stored if s.scale}
+
+
+class _Reader:
+    """Makes one stacked parameter after another; at most one of them is held on the host beside the finished ones."""
+
+    def __init__(
+        self,
+        checkpoint: PublishedCheckpoint,
+        contents: Contents,
+        dtype: jnp.dtype,
+        keep_fp8: bool,
+        progress: Progress | None,
+        total: int,
+    ):
+        self.checkpoint, self.contents, self.dtype, self.keep_fp8 = checkpoint, contents, dtype, keep_fp8
+        self.progress, self.total, self.done = progress, total, 0
+
+    def param(self, param: Param) -> Any:
+        config = self.contents.config
+        layers = [param.published(config, layer) for layer in param.layers(config)]
+        if any(t.name not in self.contents.tensors for t in layers[0]):
+            return None  # an optional one that the folder has not
+        stored = [[self.contents.tensors[t.name] for t in tensors] for tensors in layers]
+        if self.keep_fp8 and not param.dequantize and all(s.scale for tensors in stored for s in tensors):
+            leaf: Any = self._quantized(param, stored)
+        else:
+            leaf = jnp.asarray(self._plain(param, stored))
+        return jax.block_until_ready(leaf)
+
+    def _plain(self, param: Param, stored: list[list[Stored]]) -> np.ndarray:
+        dtype = np.dtype(np.float32) if param.float32 else self.dtype
+        out = np.empty((len(stored), *param.shape), dtype)
+        flat = out.reshape(len(stored), len(stored[0]), *self._piece_shape(param))
+        for layer, tensors in enumerate(stored):
+            for number, tensor in enumerate(tensors):
+                flat[layer, number] = self._piece(param, self._values(tensor))
+        return out.reshape(param.stacked_shape(self.contents.config))
+
+    def _quantized(self, param: Param, stored: list[list[Stored]]) -> BlockQuantized:
+        quantization = self.contents.config.quantization
+        assert quantization is not None
+        first = stored[0][0]
+        grid = first.tensor.scale_shape(quantization.block)
+        codes = np.empty((len(stored), len(stored[0]), *param.tensor_shape), self.checkpoint.read(first.name).dtype)
+        scales = np.empty((len(stored), len(stored[0]), *grid), np.float32)
+        for layer, tensors in enumerate(stored):
+            for number, tensor in enumerate(tensors):
+                assert tensor.scale is not None
+                codes[layer, number] = self._read(tensor)
+                scales[layer, number] = self._read_scale(tensor)
+        # The dimensions before the matrix: layers, experts, gate and up.
+        matrix = len(param.view or param.tensor_shape)
+        lead = param.stacked_shape(self.contents.config)[:-matrix]
+        return BlockQuantized(
+            jnp.asarray(codes.reshape(*lead, *param.tensor_shape)),
+            jnp.asarray(scales.reshape(*lead, *grid)),
+            view=tuple(param.view or param.tensor_shape),
+            block=quantization.block,
+        )
+
+    @staticmethod
+    def _piece_shape(param: Param) -> tuple[int, ...]:
+        """Shape of what one published tensor gives to the parameter."""
+        shape = list(param.view or param.tensor_shape)
+        if param.rows:
+            shape[1] = param.rows[1] - param.rows[0]
+        return tuple(shape)
+
+    @staticmethod
+    def _piece(param: Param, values: np.ndarray) -> np.ndarray:
+        values = values.reshape(param.view or param.tensor_shape)
+        return values[:, slice(*param.rows)] if param.rows else values
+
+    def _values(self, stored: Stored) -> np.ndarray:
+        values = self._read(stored)
+        if stored.scale is None:
+            return values
+        assert self.contents.config.quantization is not None
+        return dequantize_blocks(values, self._read_scale(stored), self.contents.config.quantization.block)
+
+    def _read(self, stored: Stored) -> np.ndarray:
+        values = self.checkpoint.read(stored.name)
+        if stored.fused is not None:
+            expert, half = stored.fused
+            values = values[expert]
+            if half is not None:
+                rows = values.shape[0] // 2
+                values = values[half * rows : (half + 1) * rows]
+        self._count(values.nbytes)
+        return values
+
+    def _read_scale(self, stored: Stored) -> np.ndarray:
+        assert stored.scale is not None
+        scale = self.checkpoint.read(stored.scale)
+        self._count(scale.nbytes)
+        return scale
+
+    def _count(self, size: int) -> None:
+        self.done += size
+        if self.progress:
+            self.progress(min(self.done, self.total), self.total)
+
+
+def expected_tensors(config: ModelConfig) -> list[Tensor]:
+    """Every published tensor of the table, those of optional parameters included."""
+    return [t for p in parameters(config) for layer in p.layers(config) for t in p.published(config, layer)]

@@ -1,0 +1,1 @@
+"""Writing the rows of new tokens into a stack of cache pages."""

@@ -1,0 +1,68 @@
+"""Plain cache write: `dynamic_update_slice`, never an XLA scatter, which would ask for another layout of the cache."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from glm52_jax.cache import slots
+
+
+def write_pages(
+    stack: jax.Array, layer: jax.Array | int, rows: jax.Array, page_table: jax.Array, positions: jax.Array
+) -> jax.Array:
+    """Writes token by token when there are few, else page by page; see `api.write_rows`."""
+    tokens, page_size = rows.shape[1], stack.shape[2]
+    # A run of positions touches at most this many pages, wherever in a page it begins.
+    touched = min((tokens + page_size - 2) // page_size + 1, page_table.shape[1])
+    if tokens <= touched * 2:
+        return _write_tokens(stack, layer, rows, page_table, positions)
+    return _write_runs(stack, layer, rows, page_table, positions, touched)
+
+
+def _write_tokens(
+    stack: jax.Array, layer: jax.Array | int, rows: jax.Array, page_table: jax.Array, positions: jax.Array
+) -> jax.Array:
+    page_size, width = stack.shape[2:]
+    flat_rows = rows.reshape(-1, width)
+    where = slots(page_table, positions, page_size).reshape(-1)
+
+    def write(token: jax.Array, stack: jax.Array) -> jax.Array:
+        slot = jnp.maximum(where[token], 0)
+        start = (layer, slot // page_size, slot % page_size, 0)
+        old = jax.lax.dynamic_slice(stack, start, (1, 1, 1, width))
+        row = jnp.where(where[token] >= 0, flat_rows[token].reshape(old.shape), old)
+        return jax.lax.dynamic_update_slice(stack, row, start)
+
+    return jax.lax.fori_loop(0, where.shape[0], write, stack)
+
+
+def _write_runs(
+    stack: jax.Array,
+    layer: jax.Array | int,
+    rows: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    touched: int,
+) -> jax.Array:
+    batch, tokens, width = rows.shape
+    page_size = stack.shape[2]
+    last_page = page_table.shape[1] - 1
+    real = positions >= 0
+    first = jnp.min(jnp.where(real, positions, jnp.iinfo(jnp.int32).max), axis=1)
+    count = jnp.sum(real, axis=1)
+    column = jnp.argmax(real, axis=1)  # where the run begins; padding may stand before it
+
+    def write(step: jax.Array, stack: jax.Array) -> jax.Array:
+        row, offset = step // touched, step % touched
+        page = jnp.where(count[row] > 0, first[row], 0) // page_size + offset
+        # Place of each slot of the page in the run of this sequence; outside of it the page keeps what it has.
+        place = page * page_size + jnp.arange(page_size) - first[row]
+        inside = (place >= 0) & (place < count[row]) & (page <= last_page)
+        new = jnp.take(rows[row], jnp.clip(place + column[row], 0, tokens - 1), axis=0)
+        start = (layer, page_table[row, jnp.minimum(page, last_page)], 0, 0)
+        old = jax.lax.dynamic_slice(stack, start, (1, 1, page_size, width))
+        page_rows = jnp.where(inside[:, None], new, old[0, 0])[None, None]
+        return jax.lax.dynamic_update_slice(stack, page_rows, start)
+
+    return jax.lax.fori_loop(0, batch * touched, write, stack)

@@ -1,0 +1,1 @@
+"""The routed experts: each token through the experts that it chose."""

@@ -1,0 +1,1 @@
+"""Scores of the indexer: every cached position of a sequence for every query."""

@@ -1,0 +1,1 @@
+"""Attention of absorbed queries to selected rows of the latent cache."""

@@ -1,0 +1,43 @@
+"""Signature of sparse attention over the latent cache."""
+
+from __future__ import annotations
+
+import jax
+
+from glm52_jax.kernels import form
+from glm52_jax.kernels.sparse_mla.reference import sparse_mla_reference
+from glm52_jax.selection import Selection
+
+_FORMS = {"reference": sparse_mla_reference}
+
+
+def sparse_mla(
+    queries: jax.Array,
+    latent: jax.Array,
+    layer: jax.Array | int,
+    page_table: jax.Array,
+    positions: jax.Array,
+    selection: Selection,
+    scale: float,
+    *,
+    kv_lora_rank: int,
+    backend: str,
+) -> tuple[jax.Array, jax.Array]:
+    """Softmax attention of absorbed queries to exactly the selected rows of the latent cache.
+
+    Args:
+        queries: `[batch, tokens, heads, latent_width]`: query times the key up-projection, then the rotated part.
+        latent: stack of latent rows `[layers, pages, page_size, latent_width]`.
+        layer: which layer of the stack.
+        page_table: int32 `[batch, pages_per_sequence]`.
+        positions: int32 `[batch, tokens]` of the queries, -1 for padding.
+        selection: what each query attends to, in either form; entries of -1 are skipped, order is free.
+        scale: factor of the scores.
+        kv_lora_rank: how many values of a row are the latent that is averaged.
+        backend: see `kernels.resolve_backend`.
+
+    Returns:
+        out: `[batch, tokens, heads, kv_lora_rank]` in the dtype of `queries`; zeros where nothing is selected.
+        lse: float32 `[batch, tokens, heads]`, log of the sum of exponentials, minus infinity where nothing is selected.
+    """
+    return form(_FORMS, backend)(queries, latent, layer, page_table, positions, selection, scale, kv_lora_rank)

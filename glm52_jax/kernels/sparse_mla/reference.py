@@ -1,0 +1,46 @@
+"""Plain sparse attention: gather the selected rows, or read the context densely under a mask."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from glm52_jax.cache import context_rows, gather_rows
+from glm52_jax.primitives import einsum
+from glm52_jax.selection import Selection
+
+
+def sparse_mla_reference(
+    queries: jax.Array,
+    latent: jax.Array,
+    layer: jax.Array | int,
+    page_table: jax.Array,
+    positions: jax.Array,
+    selection: Selection,
+    scale: float,
+    kv_lora_rank: int,
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.sparse_mla`."""
+    batch, tokens = queries.shape[:2]
+    if selection.indices is not None:
+        flat = selection.indices.reshape(batch, -1)
+        rows = gather_rows(latent, layer, page_table, flat).astype(queries.dtype)
+        rows = rows.reshape(batch, tokens, -1, rows.shape[-1])
+        scores = einsum("bshw,bskw->bshk", queries, rows, dtype=jnp.float32) * scale
+        weights, lse = masked_softmax(scores, selection.indices[:, :, None] >= 0)
+        return einsum("bshk,bskr->bshr", weights.astype(queries.dtype), rows[..., :kv_lora_rank]), lse
+    assert selection.mask is not None
+    rows = context_rows(latent, layer, page_table, jnp.max(positions, axis=1) + 1).astype(queries.dtype)
+    scores = einsum("bshw,btw->bsht", queries, rows, dtype=jnp.float32) * scale
+    weights, lse = masked_softmax(scores, selection.mask[:, :, None])
+    return einsum("bsht,btr->bshr", weights.astype(queries.dtype), rows[..., :kv_lora_rank]), lse
+
+
+def masked_softmax(scores: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Softmax over the last dimension where `mask` is true, zeros where a row has nothing; and the log-sum-exp."""
+    scores = jnp.where(mask, scores, -jnp.inf)
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    lse = jnp.where(total > 0, jnp.log(total) + top, -jnp.inf)
+    return weights / jnp.where(total > 0, total, 1.0), lse[..., 0]

@@ -1,0 +1,1 @@
+"""Exact, stable choice of the k best scores."""

@@ -1,0 +1,34 @@
+"""Selection by bisection: count the scores above a threshold, bit by bit of its integer image. No sort.
+
+Thirty-two counting passes find the k-th best score exactly; scores equal to it are then taken in order of position.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def ordered_image(scores: jax.Array) -> jax.Array:
+    """uint32 image of float32 scores with the same order (no NaN); -0.0 and 0.0 keep different images."""
+    bits = jax.lax.bitcast_convert_type(scores, jnp.uint32)
+    sign = bits >> 31
+    return jnp.where(sign == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def topk_mask_bisect(scores: jax.Array, k: int) -> jax.Array:
+    """See `api.topk_mask`."""
+    image = ordered_image(scores)
+    lowest = ordered_image(jnp.float32(-jnp.inf))
+
+    def refine(bit: jax.Array, threshold: jax.Array) -> jax.Array:
+        candidate = threshold | (jnp.uint32(1) << (31 - bit).astype(jnp.uint32))
+        enough = jnp.sum(image >= candidate[..., None], axis=-1, dtype=jnp.int32) >= k
+        return jnp.where(enough, candidate, threshold)
+
+    # The largest threshold that still leaves k scores at or above it: the k-th best score.
+    threshold = jax.lax.fori_loop(0, 32, refine, jnp.zeros(scores.shape[:-1], jnp.uint32))[..., None]
+    above = image > threshold
+    equal = (image == threshold) & (image > lowest)
+    room = k - jnp.sum(above, axis=-1, dtype=jnp.int32, keepdims=True)
+    return (above & (image > lowest)) | (equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= room))

@@ -1,0 +1,73 @@
+"""The multi-token-prediction layer: from a hidden state and the token that followed it, the token after that.
+
+It is one more decoder layer (number `num_hidden_layers` of the stacks, with its own indexer and its own cache rows)
+behind a projection of [norm of the next token's embedding, norm of the hidden state], in that order. Its output after
+`shared_head.norm` goes to the model's head and, in a chain of drafts, back in as the next hidden state.
+
+Source: DeepSeek-V3 (arXiv 2412.19437, section 2.2), with GLM-5.2's differences: hidden states enter after their final
+norm, and later draft steps reuse the first one's selection (`index_share_for_mtp_iteration`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from glm52_jax.block import Forms, LayerPlace, block
+from glm52_jax.cache import Cache
+from glm52_jax.config import ModelConfig
+from glm52_jax.primitives import Rotary, einsum, rms_norm
+from glm52_jax.selection import Selection
+
+
+def advance(
+    params: dict[str, Any],
+    config: ModelConfig,
+    hidden: jax.Array,
+    next_tokens: jax.Array,
+    positions: jax.Array,
+    cache: Cache,
+    forms: Forms,
+    *,
+    selection: Selection | None = None,
+) -> tuple[jax.Array, Cache, Selection]:
+    """Runs the MTP layer over a chunk.
+
+    Args:
+        hidden: `[batch, tokens, embed]`, of the model after its final norm, or of this layer in a chain of drafts.
+        next_tokens: int32 `[batch, tokens]`, the token after each of them.
+        positions: int32 `[batch, tokens]` of the hidden states, -1 for padding.
+        selection: what to attend to in place of the own indexer's choice.
+
+    Returns:
+        The layer's output after its final norm `[batch, tokens, embed]`, the cache with this layer's rows, and the
+        selection that was used.
+    """
+    weights = params["mtp"]
+    embedding = embed(weights.get("embed", params["embed"]), next_tokens, hidden.dtype)
+    x = jnp.concatenate(
+        [
+            rms_norm(embedding, weights["embed_norm"], config.rms_norm_eps),
+            rms_norm(hidden, weights["hidden_norm"], config.rms_norm_eps),
+        ],
+        axis=-1,
+    )
+    x = einsum("bsc,dc->bsd", x, weights["project"])
+    rotary = Rotary.at(positions, config.qk_rope_head_dim, config.rope_theta)
+    place = LayerPlace.of_mtp(config, own_selection=selection is None)
+    if selection is None:
+        selection = forms.no_selection(config, cache, *positions.shape)
+    x, cache, selection, _ = block(params, config, place, x, rotary, positions, cache, selection, forms)
+    return rms_norm(x, weights["norm"], config.rms_norm_eps), cache, selection
+
+
+def logits(params: dict[str, Any], hidden: jax.Array) -> jax.Array:
+    """float32 `[..., vocab]` of the layer's output, by the model's own head unless the file has another."""
+    return einsum("...d,vd->...v", hidden, params["mtp"].get("head", params["head"]), dtype=jnp.float32)
+
+
+def embed(table: jax.Array, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Rows of the embedding; a token that is no row of it (padding may be anything) reads the nearest one."""
+    return jnp.take(table, tokens, axis=0, mode="clip").astype(dtype)

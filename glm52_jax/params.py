@@ -1,0 +1,55 @@
+"""Building the parameter tree from the parameter table: paths, random weights, sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from glm52_jax.config import ModelConfig
+from glm52_jax.spec import Param, parameters
+
+
+def build(config: ModelConfig, make: Callable[[Param], Any]) -> dict[str, Any]:
+    """The nested dictionaries of `Params` with `make(param)` at each path; a None is left out."""
+    tree: dict[str, Any] = {}
+    for param in parameters(config):
+        leaf = make(param)
+        if leaf is not None:
+            *parents, name = param.path.split(".")
+            node = tree
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            node[name] = leaf
+    return tree
+
+
+def init_params(config: ModelConfig, key: jax.Array, *, dtype: Any = None) -> dict[str, Any]:
+    """Random weights: normal with `initializer_range`, norms one, biases zero.
+
+    Args:
+        key: a `jax.random.key`; each parameter takes its own by path, so adding one leaves the others as they are.
+        dtype: of all but the float32 parameters; the config's when None.
+    """
+    dtype = jnp.dtype(dtype or config.dtype)
+
+    def make(param: Param) -> jax.Array | None:
+        if param.optional:
+            return None
+        shape, kind = param.stacked_shape(config), jnp.dtype(jnp.float32) if param.float32 else dtype
+        if param.init == "normal":
+            own = jax.random.fold_in(key, _stable_hash(param.path))
+            return (config.initializer_range * jax.random.normal(own, shape, jnp.float32)).astype(kind)
+        return jnp.full(shape, {"ones": 1, "zeros": 0}[param.init], kind)
+
+    return build(config, make)
+
+
+def _stable_hash(text: str) -> int:
+    """The same 32-bit number for a text in every process, unlike `hash`."""
+    value = 0
+    for byte in text.encode():
+        value = (value * 131 + byte) & 0x7FFFFFFF
+    return value

@@ -1,0 +1,98 @@
+"""The arithmetic every layer shares: products, norms, rotary embedding. It knows nothing of layers or caches.
+
+Precision: norms, rotary tables and whatever decides a choice are float32. A product with a float32 operand runs at
+HIGHEST precision, since a TPU would otherwise multiply it in bfloat16; low-precision operands accumulate in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from glm52_jax.quant import Weight, plain
+
+Tree = TypeVar("Tree")
+
+
+def take(stack: Tree, *index: Any) -> Tree:
+    """One layer (or one expert of one layer) of every array in `stack`; an index may be traced."""
+
+    def one(array: jax.Array) -> jax.Array:
+        for i in index:
+            array = jax.lax.dynamic_index_in_dim(array, i, 0, keepdims=False)
+        return array
+
+    return jax.tree.map(one, stack)
+
+
+def einsum(equation: str, x: jax.Array, weight: Weight, *, dtype: Any = None) -> jax.Array:
+    """A product accumulated in float32; the result has `dtype`, by default that of `x`."""
+    dtype = dtype or x.dtype
+    weight = plain(weight, x.dtype)
+    exact = jnp.float32 in (x.dtype, weight.dtype)
+    return jnp.einsum(
+        equation,
+        x,
+        weight,
+        precision=jax.lax.Precision.HIGHEST if exact else None,
+        preferred_element_type=jnp.float32,
+    ).astype(dtype)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm over the last dimension, in float32; the result has the dtype of `x`."""
+    values = x.astype(jnp.float32)
+    values = values * jax.lax.rsqrt(jnp.mean(jnp.square(values), -1, keepdims=True) + eps)
+    return (values * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
+    """Layer norm over the last dimension, in float32; the result is float32."""
+    values = x.astype(jnp.float32)
+    values = values - jnp.mean(values, -1, keepdims=True)
+    values = values * jax.lax.rsqrt(jnp.mean(jnp.square(values), -1, keepdims=True) + eps)
+    return values * scale.astype(jnp.float32) + bias.astype(jnp.float32)
+
+
+def swiglu(x: jax.Array, gate_up: Weight, down: Weight) -> jax.Array:
+    """`down(silu(gate(x)) * up(x))`; `x` `[..., embed]`, `gate_up` `[2, width, embed]`, `down` `[embed, width]`."""
+    both = einsum("...d,cfd->c...f", x, gate_up, dtype=jnp.float32)
+    return einsum("...f,df->...d", (jax.nn.silu(both[0]) * both[1]).astype(x.dtype), down)
+
+
+@flax.struct.dataclass
+class Rotary:
+    """Cosines and sines of the rotary angles of some positions, float32 `[batch, tokens, pairs]`."""
+
+    cos: jax.Array
+    sin: jax.Array
+
+    @classmethod
+    def at(cls, positions: jax.Array, dim: int, theta: float) -> Rotary:
+        """Tables for int32 positions `[batch, tokens]`: the angle of pair j is `position * theta ** (-2 j / dim)`.
+
+        The frequencies are float64 until they are rounded once to float32, and positions are never low precision, so
+        that angles at a million tokens are right to 0.01 rad.
+        """
+        frequency = np.power(float(theta), -np.arange(0, dim, 2, dtype=np.float64) / dim).astype(np.float32)
+        angle = jnp.maximum(positions, 0).astype(jnp.float32)[..., None] * frequency
+        return cls(jnp.cos(angle), jnp.sin(angle))
+
+    def rotate(self, x: jax.Array, *, interleave: bool) -> jax.Array:
+        """Rotates the last dimension of `x`, `[batch, tokens, dim]` or `[batch, tokens, heads, dim]`, in float32.
+
+        Pairs are (2j, 2j + 1) with `interleave`, else (j, j + dim / 2); values stay where they were.
+        """
+        cos, sin = (t if x.ndim == 3 else t[:, :, None] for t in (self.cos, self.sin))
+        values = x.astype(jnp.float32)
+        if interleave:
+            first, second = values[..., 0::2], values[..., 1::2]
+        else:
+            first, second = jnp.split(values, 2, axis=-1)
+        rotated = first * cos - second * sin, second * cos + first * sin
+        joined = jnp.stack(rotated, -1).reshape(x.shape) if interleave else jnp.concatenate(rotated, -1)
+        return joined.astype(x.dtype)

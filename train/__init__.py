@@ -1,0 +1,1 @@
+"""Losses, optimisers, the train step, indexer distillation and search. Empty so far."""
