@@ -66,8 +66,8 @@ class Forms:
 
 _FEW_TOKENS = 8  # up to one verified token and seven drafts
 
-Flag = jax.Array | np.ndarray | bool
-Ordinal = jax.Array | np.ndarray | int
+Flag = jax.Array | bool
+Ordinal = jax.Array | int
 
 
 class LayerPlace(NamedTuple):
@@ -94,13 +94,14 @@ class LayerPlace(NamedTuple):
         full = np.array([kind == FULL for kind in config.indexer_types])
         dense = np.array([kind == DENSE for kind in config.mlp_layer_types])
         stacks = {s: {layer: i for i, layer in enumerate(stack_layers(config, s))} for s in Stack}
-        return cls(
-            layer=np.arange(config.num_hidden_layers, dtype=np.int32),
-            full=full,
-            indexer=np.array([stacks[Stack.INDEXER].get(i, 0) for i in layers], np.int32),
-            dense=dense,
-            mlp=np.array([stacks[Stack.DENSE if dense[i] else Stack.MOE][i] for i in layers], np.int32),
-        )
+        columns: dict[str, Any] = {
+            "layer": np.arange(config.num_hidden_layers, dtype=np.int32),
+            "full": full,
+            "indexer": np.array([stacks[Stack.INDEXER].get(i, 0) for i in layers], np.int32),
+            "dense": dense,
+            "mlp": np.array([stacks[Stack.DENSE if dense[i] else Stack.MOE][i] for i in layers], np.int32),
+        }
+        return cls(**columns)
 
     @classmethod
     def of_mtp(cls, config: ModelConfig, *, own_selection: bool) -> LayerPlace:
