@@ -94,7 +94,7 @@ def extend(
 
 
 def scan_layers(body: Any, start: Any, plan: LayerPlace, unroll: int) -> Any:
-        hidden: `[layers + 1, batch, length, embed]`, the stream before each layer, at last that after the final norm.
+    """`lax.scan` over the layers; a kind that all share is passed as a Python bool, so that only it is traced."""
     known = {f: bool(flags[0]) for f in ("full", "dense") if len(set((flags := getattr(plan, f)).tolist())) == 1}
     return jax.lax.scan(lambda carry, place: body(carry, place._replace(**known)), start, plan, unroll=unroll)
 
