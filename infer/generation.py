@@ -1,0 +1,266 @@
+"""Generation: prompts in, tokens out, as they come.
+
+`generate` is the whole of it for a program; `Generation` yields tokens step by step for whoever streams them, and keeps
+the figures that a user wants to see.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from glm52_jax.config import ModelConfig
+from glm52_jax.errors import InputError
+from infer.sampling import Sampling
+from infer.steps import Step, StepProvider
+
+CHUNK = 512
+"""Tokens of each prompt in a prefill step, unless the prompts are shorter."""
+
+STOP, LENGTH = "stop", "length"
+
+
+@dataclasses.dataclass
+class Figures:
+    """What a generation took; seconds of the first step of a kind, which compiles it, are counted apart.
+
+    Attributes:
+        prompt_tokens, new_tokens: tokens read and made, over all sequences.
+        prefill_seconds, decode_seconds: time in steps after the first of each kind.
+        prefill_tokens, decode_tokens: tokens of those steps.
+        compile_seconds: time of the first step of each kind.
+        rounds: verify steps, counted once a sequence.
+        accepted: for each draft position, how many drafts stood.
+    """
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    compile_seconds: float = 0.0
+    rounds: int = 0
+    accepted: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Mean number of tokens a verify step gave a sequence, its own token included; 0 without drafts."""
+        return 1 + sum(self.accepted) / self.rounds if self.rounds else 0.0
+
+
+def generate(
+    params: dict[str, Any],
+    config: ModelConfig,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    draft_tokens: int = 0,
+    seed: int | Sequence[int] = 0,
+    *,
+    top_p: float = 1.0,
+    stop_ids: Sequence[int] | None = None,
+    chunk: int = CHUNK,
+    backend: str | None = None,
+) -> list[list[int]]:
+    """Continues every prompt.
+
+    Args:
+        params: from `load_params`.
+        prompts: token ids of each prompt, of any lengths.
+        max_new_tokens: how many tokens to make at most.
+        temperature: 0 takes the most likely token.
+        draft_tokens: drafts a step by the MTP layer, 0 to 7. The greedy result is the same for any number, the
+            distribution of a sampled one too.
+        seed: prompt i is sampled with `seed + i`, or with `seed[i]`, whatever its neighbours.
+        top_p: the nucleus that is sampled from.
+        stop_ids: ids that end a text; the config's when None, none when empty.
+        chunk: tokens of each prompt in a prefill step.
+        backend: backend of the kernels; the best for the platform when None.
+
+    Returns:
+        The new tokens of each prompt, without the one that ended it.
+
+    Raises:
+        InputError: an empty prompt, a token that the vocabulary has not, more tokens than the model has positions for,
+            drafts without an MTP layer.
+    """
+    generation = Generation(
+        params,
+        config,
+        prompts,
+        max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        draft_tokens=draft_tokens,
+        seed=seed,
+        stop_ids=stop_ids,
+        chunk=chunk,
+        backend=backend,
+    )
+    texts: list[list[int]] = [[] for _ in prompts]
+    for row, tokens in generation:
+        texts[row].extend(tokens)
+    return texts
+
+
+class Generation:
+    """One run over a batch of prompts: iterate for `(row, new tokens)`; arguments as in `generate`.
+
+    Attributes:
+        figures: grow while it runs.
+        reasons: why each row ended, "stop" or "length"; None while it runs.
+    """
+
+    def __init__(
+        self,
+        params: dict[str, Any],
+        config: ModelConfig,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        draft_tokens: int = 0,
+        seed: int | Sequence[int] = 0,
+        stop_ids: Sequence[int] | None = None,
+        chunk: int = CHUNK,
+        backend: str | None = None,
+    ):
+        self.params, self.prompts, self.max_new_tokens = params, prompts, max_new_tokens
+        _check_prompts(config, prompts, max_new_tokens)
+        longest = max((len(p) for p in prompts), default=1)
+        seeds = [seed + row for row in range(len(prompts))] if isinstance(seed, int) else list(seed)
+        if len(seeds) != len(prompts):
+            raise InputError(f"seed has {len(seeds)} entries for {len(prompts)} prompts")
+        sampling = Sampling.of(len(prompts), temperature, top_p, seeds)
+        self.sampling = sampling if temperature > 0 else None
+        self.stop_ids = frozenset(config.eos_token_ids if stop_ids is None else stop_ids)
+        self.provider = StepProvider(
+            config,
+            params,
+            batch=len(prompts),
+            capacity=longest + max_new_tokens,
+            chunk=_chunk(chunk, longest),
+            draft_tokens=draft_tokens,
+            sampled=self.sampling is not None,
+            backend=backend,
+        )
+        self.figures = Figures(accepted=[0] * draft_tokens)
+        self.reasons: list[str | None] = [None] * len(prompts)
+        self._made = [0] * len(prompts)
+        self._timed: set[int] = set()
+
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+        if not self.prompts or not self.max_new_tokens:
+            self.reasons = [LENGTH] * len(self.prompts)
+            return
+        state = self.provider.state()
+        state, first = self._prefill(state)
+        yield from self._emit(first[:, None], np.zeros(len(self.prompts), np.int64))
+        drafting = self.provider.draft_tokens > 0
+        step = self.provider.verify() if drafting else self.provider.decode()
+        while None in self.reasons:
+            active = np.array([reason is None for reason in self.reasons])
+            start = time.perf_counter()
+            state, *found = step(self.params, state, active, self.sampling)
+            tokens, *counts = (np.asarray(f) for f in found)
+            seconds = time.perf_counter() - start
+            accepted = counts[0] if drafting else np.zeros(len(active), np.int64)
+            self._count_decode(step, seconds, active, accepted)
+            yield from self._emit(tokens.reshape(len(active), -1), accepted)
+
+    def _prefill(self, state: Any) -> tuple[Any, np.ndarray]:
+        """All prompts chunk by chunk, right-padded; the token after each of them."""
+        step, chunk = self.provider.prefill(), self.provider.chunk
+        lengths = np.array([len(p) for p in self.prompts])
+        padded = np.full((len(lengths), -(-lengths.max() // chunk) * chunk + 1), -1, np.int32)
+        for row, prompt in enumerate(self.prompts):
+            padded[row, : len(prompt)] = prompt
+        first = np.zeros(len(lengths), np.int32)
+        for begin in range(0, padded.shape[1] - 1, chunk):
+            columns = np.arange(begin, begin + chunk, dtype=np.int32)
+            positions = np.where(columns < lengths[:, None], columns, -1).astype(np.int32)
+            last = np.where((lengths > begin) & (lengths <= begin + chunk), lengths - 1 - begin, -1).astype(np.int32)
+            start = time.perf_counter()
+            state, token = step(
+                self.params,
+                state,
+                padded[:, columns],
+                positions,
+                padded[:, columns + 1],
+                last,
+                self.sampling,
+            )
+            first = np.where(last >= 0, np.asarray(token), first)
+            self._count_prefill(step, time.perf_counter() - start, int((positions >= 0).sum()))
+        return state, first
+
+    def _emit(self, tokens: np.ndarray, accepted: np.ndarray) -> Iterator[tuple[int, list[int]]]:
+        """Yields what each running row got, up to a stop id or its last token, and ends the rows that are through."""
+        for row, reason in enumerate(self.reasons):
+            if reason is not None:
+                continue
+            new = []
+            for token in tokens[row, : accepted[row] + 1].tolist():
+                if token in self.stop_ids:
+                    self.reasons[row] = STOP
+                    break
+                new.append(token)
+                if self._made[row] + len(new) == self.max_new_tokens:
+                    self.reasons[row] = LENGTH
+                    break
+            self._made[row] += len(new)
+            self.figures.new_tokens += len(new)
+            yield row, new
+
+    def _count_prefill(self, step: Step, seconds: float, tokens: int) -> None:
+        self.figures.prompt_tokens += tokens
+        if self._first(step, seconds):
+            return
+        self.figures.prefill_seconds += seconds
+        self.figures.prefill_tokens += tokens
+
+    def _count_decode(self, step: Step, seconds: float, active: np.ndarray, accepted: np.ndarray) -> None:
+        for position in range(self.provider.draft_tokens):
+            self.figures.accepted[position] += int((accepted[active] > position).sum())
+        if self.provider.draft_tokens:
+            self.figures.rounds += int(active.sum())
+        if self._first(step, seconds):
+            return
+        self.figures.decode_seconds += seconds
+        self.figures.decode_tokens += int((accepted[active] + 1).sum())
+
+    def _first(self, step: Step, seconds: float) -> bool:
+        if id(step) in self._timed:
+            return False
+        self._timed.add(id(step))
+        self.figures.compile_seconds += seconds
+        return True
+
+
+def _chunk(chunk: int, longest: int) -> int:
+    """`chunk`, or for shorter prompts the power of two that holds them, so that few lengths compile anew."""
+    if chunk < 1:
+        raise InputError(f"chunk is {chunk}, expected at least 1")
+    return min(chunk, max(16, 1 << (longest - 1).bit_length())) if chunk > 16 else chunk
+
+
+def _check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    if max_new_tokens < 0:
+        raise InputError(f"max_new_tokens is {max_new_tokens}, expected at least 0")
+    for row, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise InputError(f"prompt {row} is empty, expected at least one token")
+        wrong = next((t for t in prompt if not 0 <= t < config.vocab_size), None)
+        if wrong is not None:
+            raise InputError(f"prompt {row} holds token {wrong}, but the vocabulary has {config.vocab_size} tokens")
+        if len(prompt) + max_new_tokens > config.max_position_embeddings:
+            raise InputError(
+                f"prompt {row} has {len(prompt)} tokens and max_new_tokens is {max_new_tokens}, together more than the "
+                f"{config.max_position_embeddings} positions of the model (max_position_embeddings)"
+            )

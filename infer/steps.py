@@ -1,0 +1,244 @@
+"""The jitted steps of generation: prefill a chunk, decode a token, verify drafts.
+
+A provider returns each step as (function, abstract arguments, names): the engine runs it, a planner can compile it
+without weights. Shapes depend on the batch, the capacity and the number of drafts only, so nothing is compiled again
+as sequences grow; the state is donated, so that the cache is updated in place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from glm52_jax import mtp
+from glm52_jax.block import Forms
+from glm52_jax.cache import PAGE_SIZE, Cache
+from glm52_jax.config import ModelConfig
+from glm52_jax.errors import InputError
+from glm52_jax.model import compute_dtype, extend, head
+from infer.sampling import Sampling, next_token
+from infer.speculative import MAX_DRAFT_TOKENS, Window, accept, draft
+
+
+@flax.struct.dataclass
+class State:
+    """What generation carries from step to step; donated to each of them.
+
+    Attributes:
+        cache: every token but the newest of each sequence.
+        token: int32 `[batch]`, the newest token.
+        position: int32 `[batch]`, where it stands.
+        window: what the MTP layer has not seen yet; None without drafts.
+    """
+
+    cache: Cache
+    token: jax.Array
+    position: jax.Array
+    window: Window | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step before it is compiled.
+
+    Attributes:
+        function: pure; takes `arguments` in order.
+        arguments: `jax.ShapeDtypeStruct` trees.
+        names: a name for each argument.
+        donated: names of those whose buffers the step may reuse.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    names: tuple[str, ...]
+    donated: tuple[str, ...] = ("state",)
+
+    @cached_property
+    def jitted(self) -> Any:
+        """The function under `jax.jit`, with its donations."""
+        donated = tuple(i for i, name in enumerate(self.names) if name in self.donated)
+        return jax.jit(self.function, donate_argnums=donated)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.jitted(*arguments)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepProvider:
+    """Makes the steps of one kind of generation.
+
+    Attributes:
+        config: the model's.
+        params: its parameters, or their shapes.
+        batch: sequences a step.
+        capacity: tokens a sequence, drafts not counted.
+        chunk: tokens of each sequence in a prefill step.
+        draft_tokens: drafts a verify step.
+        sampled: whether any sequence is sampled; a greedy step does no work for it.
+        backend: see `kernels.resolve_backend`.
+        page_size: rows a page of the cache.
+    """
+
+    config: ModelConfig
+    params: dict[str, Any] = dataclasses.field(repr=False, hash=False, compare=False)
+    batch: int
+    capacity: int
+    chunk: int
+    draft_tokens: int = 0
+    sampled: bool = False
+    backend: str | None = None
+    page_size: int = PAGE_SIZE
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
+            raise InputError(f"draft_tokens is {self.draft_tokens}, expected 0 to {MAX_DRAFT_TOKENS}")
+        if self.draft_tokens and "mtp" not in self.params:
+            raise InputError(f"draft_tokens is {self.draft_tokens}, but this checkpoint has no MTP layer to draft with")
+        if self.capacity > self.config.max_position_embeddings:
+            raise InputError(
+                f"{self.capacity} tokens are asked for, more than max_position_embeddings "
+                f"{self.config.max_position_embeddings}"
+            )
+
+    @property
+    def _cached(self) -> ModelConfig:
+        """The config that the cache is made for: rows for the MTP layer only when it drafts."""
+        return self.config if self.draft_tokens else self.config.without_mtp()
+
+    def state(self) -> State:
+        """An empty state."""
+        dtype = compute_dtype(self.params)
+        room = self.draft_tokens + 1
+        return State(
+            # Drafts of a sequence at its end reach past its last token.
+            cache=Cache.create(
+                self._cached, self.batch, self.capacity + self.draft_tokens, dtype=dtype, page_size=self.page_size
+            ),
+            token=jnp.zeros(self.batch, jnp.int32),
+            position=jnp.full(self.batch, -1, jnp.int32),
+            window=Window.empty(self.batch, room, self.config.hidden_size, dtype) if self.draft_tokens else None,
+        )
+
+    def prefill(self) -> Step:
+        """A chunk of every prompt.
+
+        Its function takes, after parameters and state: tokens, positions (-1 for padding) and the token after each
+        (-1 where unknown), all int32 `[batch, chunk]`; the column of each prompt's last token, int32 `[batch]`, -1
+        where it is not in this chunk; the sampling. It returns the state and the token after each prompt that ended
+        here, int32 `[batch]`.
+        """
+        chunk = jax.ShapeDtypeStruct((self.batch, self.chunk), jnp.int32)
+        row = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
+        return self._step(
+            self._prefill,
+            {"tokens": chunk, "positions": chunk, "next_tokens": chunk, "last": row, "sampling": self._sampling()},
+        )
+
+    def decode(self) -> Step:
+        """One token of every active sequence: parameters, state, active bool `[batch]`, sampling -> state, tokens."""
+        active = jax.ShapeDtypeStruct((self.batch,), jnp.bool_)
+        return self._step(self._decode, {"active": active, "sampling": self._sampling()})
+
+    def verify(self) -> Step:
+        """Drafts and their verification: arguments as `decode`.
+
+        Its function returns the state, tokens int32 `[batch, draft_tokens + 1]` and how many drafts stood, int32
+        `[batch]`; one token more than that counts.
+        """
+        active = jax.ShapeDtypeStruct((self.batch,), jnp.bool_)
+        return self._step(self._verify, {"active": active, "sampling": self._sampling()})
+
+    def _step(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Step:
+        params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.params)
+        state = jax.eval_shape(self.state)
+        return Step(function, (params, state, *arguments.values()), ("params", "state", *arguments))
+
+    def _sampling(self) -> Sampling | None:
+        if not self.sampled:
+            return None
+        return jax.eval_shape(lambda: Sampling.of(self.batch, 0.0, 1.0, [0] * self.batch))
+
+    def _forms(self, tokens: int) -> Forms:
+        return Forms.best(tokens, backend=self.backend)
+
+    def _prefill(
+        self,
+        params: dict[str, Any],
+        state: State,
+        tokens: jax.Array,
+        positions: jax.Array,
+        next_tokens: jax.Array,
+        last: jax.Array,
+        sampling: Sampling | None,
+    ) -> tuple[State, jax.Array]:
+        forms = self._forms(tokens.shape[1])
+        hidden, cache, _ = extend(params, self._cached, tokens, positions, state.cache, forms)
+        ended = last >= 0
+        column = jnp.maximum(last, 0)[:, None]
+        final = jnp.take_along_axis(hidden, column[..., None], axis=1)
+        end = jnp.take_along_axis(positions, column, axis=1)[:, 0]
+        token = next_token(head(params, final[:, 0]), sampling, end + 1)
+        window = state.window
+        if window is not None:
+            known = jnp.where(next_tokens >= 0, positions, -1)
+            _, cache, _ = mtp.advance(params, self._cached, hidden, next_tokens, known, cache, forms)
+            window = Window(
+                hidden=jnp.where(ended[:, None, None], window.hidden.at[:, :1].set(final), window.hidden),
+                tokens=jnp.where(ended[:, None], window.tokens.at[:, 0].set(token), window.tokens),
+                positions=jnp.where(ended[:, None], window.positions.at[:, 0].set(end), window.positions),
+            )
+        state = State(
+            cache=cache,
+            token=jnp.where(ended, token, state.token),
+            position=jnp.where(ended, end + 1, state.position),
+            window=window,
+        )
+        return state, token
+
+    def _decode(
+        self, params: dict[str, Any], state: State, active: jax.Array, sampling: Sampling | None
+    ) -> tuple[State, jax.Array]:
+        positions = jnp.where(active, state.position, -1)
+        hidden, cache, _ = extend(
+            params, self._cached, state.token[:, None], positions[:, None], state.cache, self._forms(1)
+        )
+        token = next_token(head(params, hidden[:, 0]), sampling, state.position + 1)
+        state = State(
+            cache=cache,
+            token=jnp.where(active, token, state.token),
+            position=jnp.where(active, state.position + 1, state.position),
+            window=state.window,
+        )
+        return state, token
+
+    def _verify(
+        self, params: dict[str, Any], state: State, active: jax.Array, sampling: Sampling | None
+    ) -> tuple[State, jax.Array, jax.Array]:
+        assert state.window is not None
+        room = self.draft_tokens + 1
+        forms = self._forms(room)
+        window = dataclasses.replace(
+            state.window, positions=jnp.where(active[:, None], state.window.positions, -1)
+        )
+        drafts, distributions, cache = draft(
+            params, self._cached, window, state.cache, self.draft_tokens, sampling, forms
+        )
+        tokens = jnp.concatenate([state.token[:, None], drafts], axis=1)
+        positions = jnp.where(active[:, None], state.position[:, None] + jnp.arange(room), -1)
+        hidden, cache, _ = extend(params, self._cached, tokens, positions, cache, forms)
+        own, accepted = accept(head(params, hidden), drafts, distributions, sampling, state.position + 1)
+        kept = jnp.arange(room) <= accepted[:, None]
+        newest = jnp.take_along_axis(own, accepted[:, None], axis=1)[:, 0]
+        state = State(
+            cache=cache,
+            token=jnp.where(active, newest, state.token),
+            position=jnp.where(active, state.position + accepted + 1, state.position),
+            window=Window(hidden=hidden, tokens=own, positions=jnp.where(kept, positions, -1)),
+        )
+        return state, own, accepted
