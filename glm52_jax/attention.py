@@ -92,7 +92,8 @@ def _absorbed(
     selection: Selection,
     backend: str,
 ) -> jax.Array:
-    queries = einsum("bshn,hnr->bshr", projected.q_nope, weights["k_up"])
+    # In this order of operands: XLA on the CPU has no batched bfloat16 product with a float32 result for the other one.
+    queries = einsum("hnr,bshn->bshr", weights["k_up"], projected.q_nope, dtype=projected.q_nope.dtype)
     queries = jnp.concatenate([queries, projected.q_rope], axis=-1)
     latent, _ = sparse_mla(
         queries,

@@ -1,57 +1,40 @@
-"""`ModelConfig`: the shape and rules of one GLM-5 class model, and the only reader of `config.json`.
+"""`ModelConfig`: the shape and rules of one GLM-5 class model, whichever file or code they come from.
 
-It validates, fills in what a config leaves out, and refuses contradictions. It knows nothing of arrays or devices.
+It refuses contradictions; `config_json` knows the published files' fields. Neither knows arrays or devices.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import re
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from glm52_jax.config_json import (
+    DENSE,
+    FULL,
+    SHARED,
+    SPARSE,
+    QuantizationConfig,
+    read_config,
+    read_json,
+    write_config,
+    write_generation,
+)
 from glm52_jax.errors import InputError
+from glm52_jax.released import GENERATION, RELEASED
 
-FULL, SHARED = "full", "shared"
-DENSE, SPARSE = "dense", "sparse"
-MODEL_TYPE = "glm_moe_dsa"
-
-# Names that quantisation lists use for modules whose tensors are called otherwise. The published list of GLM-5.2-FP8
-# says `indexers_proj`; the tensor it means is `indexer.weights_proj`.
-QUANTIZATION_ALIASES = {"self_attn.indexers_proj": "self_attn.indexer.weights_proj"}
-
-
-@dataclasses.dataclass(frozen=True)
-class QuantizationConfig:
-    """FP8 block quantisation of the published weights (`quantization_config`).
-
-    Attributes:
-        block: rows and columns of the block that shares one scale (`weight_block_size`).
-        high_precision: names or patterns of modules that are *not* stored in FP8 (`modules_to_not_convert`, also
-            accepted as `ignored_layers`), with known aliases already replaced. An entry matches a module whose name
-            equals it, starts with it at a dot, or, when it begins with `re:` or holds `*`, whose name it matches.
-    """
-
-    block: tuple[int, int]
-    high_precision: tuple[str, ...] = ()
-
-    def keeps_high_precision(self, module: str) -> bool:
-        """Whether the list names `module` (a tensor's name without `.weight`), directly or through a parent."""
-        return module in self._exact or any(p in self._exact for p in _parents(module)) or self._matches(module)
-
-    @cached_property
-    def _exact(self) -> frozenset[str]:
-        return frozenset(p for p in self.high_precision if not _is_pattern(p))
-
-    @cached_property
-    def _patterns(self) -> tuple[re.Pattern[str], ...]:
-        return tuple(_compile(p) for p in self.high_precision if _is_pattern(p))
-
-    def _matches(self, module: str) -> bool:
-        return any(p.fullmatch(module) for p in self._patterns)
+__all__ = [
+    "BUILT_IN",
+    "DENSE",
+    "FULL",
+    "SHARED",
+    "SPARSE",
+    "ModelConfig",
+    "QuantizationConfig",
+    "load_config",
+    "read_json",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +158,19 @@ class ModelConfig:
         Raises:
             InputError: a field is missing, of the wrong kind, unknown in value, or contradicts another one.
         """
-        return _read(_Fields(raw, source), generation or {})
+        values = read_config(raw, generation or {}, source)
+        try:
+            return cls(**values)
+        except InputError as error:
+            raise InputError(f"{source}: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of `config.json`; with `generation_dict`, `from_dict` reads it back to an equal config."""
+        return write_config(self)
+
+    def generation_dict(self) -> dict[str, Any]:
+        """The content of `generation_config.json`."""
+        return write_generation(self)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
@@ -201,137 +196,6 @@ def load_config(path: str | Path) -> ModelConfig:
     if str(path) in BUILT_IN:
         return BUILT_IN[str(path)]
     raise InputError(f"{path}: neither a checkpoint folder nor one of the built-in names {', '.join(BUILT_IN)}")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; one sentence naming the file when it is not there or not an object."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file; a checkpoint folder needs it") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read ({error})") from None
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: holds a JSON {type(value).__name__}, expected an object")
-    return value
-
-
-class _Fields:
-    """Typed access to a raw config; every refusal names the source and the field."""
-
-    def __init__(self, raw: Mapping[str, Any], source: str):
-        self.raw, self.source = raw, source
-
-    def error(self, field: str, problem: str) -> InputError:
-        return InputError(f"{self.source}: {field} {problem}")
-
-    def has(self, field: str) -> bool:
-        return self.raw.get(field) is not None
-
-    def integer(self, field: str, default: int | None = None, *, minimum: int = 1) -> int:
-        value: Any = self.raw.get(field)
-        if value is None:
-            value = default
-        if value is None:
-            raise self.error(field, "is missing")
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self.error(field, f"is {value!r}, expected an integer of at least {minimum}")
-        return value
-
-    def number(self, field: str, default: float | None = None) -> float:
-        value = self.raw.get(field)
-        if value is None:
-            value = default
-        if value is None:
-            raise self.error(field, "is missing")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise self.error(field, f"is {value!r}, expected a positive number")
-        return float(value)
-
-    def boolean(self, field: str, default: bool) -> bool:
-        value = self.raw.get(field)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.error(field, f"is {value!r}, expected true or false")
-        return value
-
-    def only(self, field: str, *accepted: Any) -> None:
-        """Refuses a value that names another model than this one; an absent field means the accepted one."""
-        value = self.raw.get(field)
-        if value is not None and value not in accepted:
-            choice = " or ".join(repr(a) for a in accepted)
-            raise self.error(field, f"is {value!r}, but this model needs {choice}")
-
-
-def _read(fields: _Fields, generation: Mapping[str, Any]) -> ModelConfig:
-    fields.only("model_type", MODEL_TYPE)
-    fields.only("scoring_func", "sigmoid")
-    fields.only("topk_method", "noaux_tc")
-    fields.only("hidden_act", "silu")
-    fields.only("moe_layer_freq", 1)
-    fields.only("mlp_bias", False)
-    fields.only("tie_word_embeddings", False)
-    if not fields.has("qk_rope_head_dim"):
-        hint = " (head_dim is no substitute: it is 64, 192 or absent by release)" if fields.has("head_dim") else ""
-        raise fields.error("qk_rope_head_dim", f"is missing{hint}")
-    layers = fields.integer("num_hidden_layers")
-    heads = fields.integer("num_attention_heads")
-    fields.only("num_key_value_heads", heads)
-    eps = fields.number("rms_norm_eps", 1e-5)
-    nextn = fields.integer("num_nextn_predict_layers", 0, minimum=0)
-    experts = "n_routed_experts" if fields.has("n_routed_experts") else "num_experts"
-    if fields.has("num_experts") and fields.raw["num_experts"] != fields.raw[experts]:
-        raise fields.error("num_experts", f"is {fields.raw['num_experts']!r} but n_routed_experts is another number")
-    values: dict[str, Any] = dict(  # noqa: C408 - keyword form reads like the fields it fills
-        vocab_size=fields.integer("vocab_size"),
-        hidden_size=fields.integer("hidden_size"),
-        intermediate_size=fields.integer("intermediate_size"),
-        moe_intermediate_size=fields.integer("moe_intermediate_size"),
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        q_lora_rank=fields.integer("q_lora_rank"),
-        kv_lora_rank=fields.integer("kv_lora_rank"),
-        qk_nope_head_dim=fields.integer("qk_nope_head_dim"),
-        qk_rope_head_dim=fields.integer("qk_rope_head_dim"),
-        v_head_dim=fields.integer("v_head_dim"),
-        n_routed_experts=fields.integer(experts),
-        n_shared_experts=fields.integer("n_shared_experts", 1),
-        num_experts_per_tok=fields.integer("num_experts_per_tok"),
-        index_n_heads=fields.integer("index_n_heads"),
-        index_head_dim=fields.integer("index_head_dim"),
-        index_topk=fields.integer("index_topk"),
-        indexer_types=_indexer_types(fields, layers, nextn),
-        mlp_layer_types=_mlp_layer_types(fields, layers),
-        rope_theta=_rope_theta(fields),
-        max_position_embeddings=fields.integer("max_position_embeddings"),
-        n_group=fields.integer("n_group", 1),
-        topk_group=fields.integer("topk_group", 1),
-        norm_topk_prob=fields.boolean("norm_topk_prob", True),
-        routed_scaling_factor=fields.number("routed_scaling_factor", 1.0),
-        rope_interleave=fields.boolean("rope_interleave", True),
-        indexer_rope_interleave=fields.boolean("indexer_rope_interleave", True),
-        rms_norm_eps=eps,
-        latent_norm_eps=fields.number("latent_norm_eps", eps),
-        attention_bias=fields.boolean("attention_bias", False),
-        num_nextn_predict_layers=nextn,
-        index_share_for_mtp_iteration=fields.boolean("index_share_for_mtp_iteration", False),
-        eos_token_ids=_eos(fields, generation),
-        pad_token_id=fields.integer("pad_token_id", minimum=0) if fields.has("pad_token_id") else None,
-        dtype=_dtype(fields),
-        quantization=_quantization(fields),
-        initializer_range=fields.number("initializer_range", 0.02),
-        temperature=_Fields(generation, "generation_config.json").number("temperature", 1.0),
-        top_p=_Fields(generation, "generation_config.json").number("top_p", 1.0),
-    )
-    try:
-        return ModelConfig(**values)
-    except InputError as error:
-        raise InputError(f"{fields.source}: {error}") from None
 
 
 def _check(config: ModelConfig) -> None:
@@ -366,211 +230,12 @@ def _check(config: ModelConfig) -> None:
         raise InputError(f"num_experts_per_tok is {config.num_experts_per_tok}, but a token may use {usable} experts")
     if config.n_group > 1 and config.n_routed_experts // config.n_group < 2:
         raise InputError("n_group leaves one expert a group, but a group is ranked by its best two")
+    if config.top_p > 1:
+        raise InputError(f"top_p is {config.top_p}, expected a probability")
 
-
-def _indexer_types(fields: _Fields, layers: int, nextn: int) -> tuple[str, ...]:
-    """`indexer_types`, else `index_topk_pattern`, else `index_topk_freq` and `index_skip_topk_offset`."""
-    types = _type_list(fields, "indexer_types", {})
-    pattern = _type_list(fields, "index_topk_pattern", {"F": FULL, "S": SHARED})
-    freq, offset = fields.raw.get("index_topk_freq"), fields.raw.get("index_skip_topk_offset")
-    scheduled = None
-    if freq is not None:
-        # Layer i is full when max(i - offset + 1, 0) is a multiple of freq; published GLM-5.2 has 4 and 3. The default
-        # offset is transformers'.
-        freq = fields.integer("index_topk_freq")
-        start = fields.integer("index_skip_topk_offset", 2, minimum=0)
-        scheduled = tuple(FULL if max(i - start + 1, 0) % freq == 0 else SHARED for i in range(layers))
-    if types is not None and len(types) == layers + nextn and types[layers:] == (FULL,) * nextn:
-        types = types[:layers]  # some writers list the MTP layer too
-    if types is not None and pattern is not None and types != pattern[: len(types)]:
-        raise fields.error("index_topk_pattern", "contradicts indexer_types")
-    if types is not None and offset is not None and scheduled is not None and types != scheduled:
-        first = next((i for i, (a, b) in enumerate(zip(types, scheduled, strict=False)) if a != b), layers)
-        raise fields.error(
-            "indexer_types", f"contradicts index_topk_freq {freq} with index_skip_topk_offset {offset} at layer {first}"
-        )
-    return types or pattern or scheduled or (FULL,) * layers
-
-
-def _type_list(fields: _Fields, field: str, letters: Mapping[str, str]) -> tuple[str, ...] | None:
-    value = fields.raw.get(field)
-    if value is None:
-        return None
-    if isinstance(value, str) and letters:
-        value = list(value)
-    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(v, str) for v in value):
-        raise fields.error(field, f"is {value!r}, expected a list of layer kinds")
-    return tuple(letters.get(v, v) for v in value)
-
-
-def _mlp_layer_types(fields: _Fields, layers: int) -> tuple[str, ...]:
-    types = _type_list(fields, "mlp_layer_types", {})
-    if not fields.has("first_k_dense_replace"):
-        if types is None:
-            raise fields.error("first_k_dense_replace", "is missing, and there is no mlp_layer_types")
-        return types
-    dense = fields.integer("first_k_dense_replace", minimum=0)
-    if dense > layers:
-        raise fields.error("first_k_dense_replace", f"is {dense} but num_hidden_layers is {layers}")
-    derived = (DENSE,) * dense + (SPARSE,) * (layers - dense)
-    if types is not None and types != derived:
-        raise fields.error("mlp_layer_types", f"contradicts first_k_dense_replace {dense}")
-    return derived
-
-
-def _rope_theta(fields: _Fields) -> float:
-    """`rope_parameters.rope_theta` (new) or `rope_theta` (old); no default, since each release has another base."""
-    nested = fields.raw.get("rope_parameters") or fields.raw.get("rope_scaling") or {}
-    if not isinstance(nested, Mapping):
-        raise fields.error("rope_parameters", f"is {nested!r}, expected an object")
-    inner = _Fields(nested, f"{fields.source}: rope_parameters")
-    inner.only("rope_type", "default")
-    inner.only("type", "default")
-    inner.only("partial_rotary_factor", 1, 1.0)
-    theta = [f.number("rope_theta") for f in (inner, fields) if f.has("rope_theta")]
-    if not theta:
-        raise fields.error("rope_theta", "is missing, at the top level and in rope_parameters")
-    if len(set(theta)) > 1:
-        raise fields.error("rope_theta", f"is {theta[1]:g} but rope_parameters.rope_theta is {theta[0]:g}")
-    return theta[0]
-
-
-def _eos(fields: _Fields, generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """Every end-of-text id: a number or a list, here or in `generation_config.json`, joined in that order."""
-    ids: dict[int, None] = {}
-    for source, value in ((fields.source, fields.raw), ("generation_config.json", generation)):
-        found = value.get("eos_token_id")
-        for eos in found if isinstance(found, list) else [] if found is None else [found]:
-            if isinstance(eos, bool) or not isinstance(eos, int) or eos < 0:
-                raise InputError(f"{source}: eos_token_id holds {eos!r}, expected token ids")
-            ids[eos] = None
-    return tuple(ids)
-
-
-def _dtype(fields: _Fields) -> str:
-    name = fields.raw.get("dtype") or fields.raw.get("torch_dtype") or "bfloat16"
-    name = str(name).removeprefix("torch.")
-    if name not in ("bfloat16", "float16", "float32"):
-        raise fields.error("dtype", f"is {name!r}, expected bfloat16, float16 or float32")
-    return name
-
-
-def _quantization(fields: _Fields) -> QuantizationConfig | None:
-    raw = fields.raw.get("quantization_config")
-    if raw is None:
-        return None
-    if not isinstance(raw, Mapping):
-        raise fields.error("quantization_config", f"is {raw!r}, expected an object")
-    inner = _Fields(raw, f"{fields.source}: quantization_config")
-    if not inner.has("quant_method"):
-        raise inner.error("quant_method", "is missing")
-    inner.only("quant_method", "fp8")
-    inner.only("fmt", "e4m3", "float8_e4m3fn")
-    inner.only("activation_scheme", "dynamic")
-    block = raw.get("weight_block_size")
-    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(b, int) and b > 0 for b in block):
-        raise inner.error("weight_block_size", f"is {block!r}, expected two block sizes such as [128, 128]")
-    named = [*(raw.get("modules_to_not_convert") or ()), *(raw.get("ignored_layers") or ())]
-    if not all(isinstance(name, str) for name in named):
-        raise inner.error("modules_to_not_convert", "holds an entry that is not a name")
-    for alias, name in QUANTIZATION_ALIASES.items():
-        named = [entry.replace(alias, name) for entry in named]
-    return QuantizationConfig((block[0], block[1]), tuple(dict.fromkeys(named)))
-
-
-def _is_pattern(entry: str) -> bool:
-    return entry.startswith("re:") or "*" in entry
-
-
-def _compile(entry: str) -> re.Pattern[str]:
-    if entry.startswith("re:"):
-        try:
-            return re.compile(entry[3:])
-        except re.error as error:
-            raise InputError(f"quantization_config: modules_to_not_convert holds {entry!r}: {error}") from None
-    return re.compile(".*".join(re.escape(part) for part in entry.split("*")))
-
-
-def _parents(module: str) -> list[str]:
-    parts = module.split(".")
-    return [".".join(parts[:n]) for n in range(1, len(parts))]
-
-
-def _glm5(**changes: Any) -> ModelConfig:
-    """GLM-5 (2026-02), the base of the released family; `changes` say what a later release has different."""
-    base = {
-        "model_type": MODEL_TYPE,
-        "vocab_size": 154880,
-        "hidden_size": 6144,
-        "intermediate_size": 12288,
-        "moe_intermediate_size": 2048,
-        "num_hidden_layers": 78,
-        "first_k_dense_replace": 3,
-        "num_attention_heads": 64,
-        "q_lora_rank": 2048,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 192,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 256,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "index_n_heads": 32,
-        "index_head_dim": 128,
-        "index_topk": 2048,
-        "rope_parameters": {"rope_theta": 1_000_000, "rope_type": "default"},
-        "max_position_embeddings": 202752,
-        "rms_norm_eps": 1e-5,
-        "num_nextn_predict_layers": 1,
-        "eos_token_id": [154820, 154827, 154829],
-        "pad_token_id": 154820,
-        "dtype": "bfloat16",
-    }
-    return ModelConfig.from_dict(
-        base | changes, generation={"temperature": 1.0, "top_p": 0.95}, source="built-in config"
-    )
-
-
-_GLM52 = {
-    "rope_parameters": {"rope_theta": 8_000_000, "rope_type": "default"},
-    "max_position_embeddings": 1_048_576,
-    "index_topk_freq": 4,
-    "index_skip_topk_offset": 3,
-    "index_share_for_mtp_iteration": True,
-}
-# The published list of modules that stay in BF16 is what the parameter table's own policy gives, so it is not repeated.
-_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-# The released layer plan in small: dense, full and shared layers and an MTP layer, for demos and tests. The vocabulary
-# is that of the byte-level tokenizer with GLM's special tokens (`text.byte_tokenizer`).
-_TINY = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "q_lora_rank": 48,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 24,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-    "n_routed_experts": 16,
-    "num_experts_per_tok": 4,
-    "index_n_heads": 8,
-    "index_head_dim": 32,
-    "index_topk": 32,
-    "max_position_embeddings": 4096,
-    "eos_token_id": [256, 263, 265],
-    "pad_token_id": 256,
-}
 
 BUILT_IN: dict[str, ModelConfig] = {
-    "glm-5.2": _glm5(**_GLM52),
-    "glm-5.2-fp8": _glm5(**_GLM52, quantization_config=_FP8),
-    "glm-5.1": _glm5(),
-    "glm-5": _glm5(),
-    "glm-5.2-tiny": _glm5(**(_GLM52 | _TINY)),
+    name: ModelConfig.from_dict(raw, generation=GENERATION, source=f"built-in config {name}")
+    for name, raw in RELEASED.items()
 }
 """Configs by name: the released models, and a tiny one of GLM-5.2's shape."""

@@ -109,6 +109,12 @@ class Param:
         return self.tensor_shape[-1]
 
     @property
+    def piece_shape(self) -> tuple[int, ...]:
+        """Shape of what one published tensor gives to the parameter: all of it, or `rows` of its `view`."""
+        shape = self.view or self.tensor_shape
+        return (shape[0], self.rows[1] - self.rows[0], *shape[2:]) if self.rows else shape
+
+    @property
     def experts(self) -> int | None:
         """Number of experts the published tensors run over."""
         return self.shape[0] if any("{expert}" in t for t in self.tensors) else None

@@ -16,7 +16,7 @@ import numpy as np
 from glm52_jax.config import ModelConfig
 from glm52_jax.errors import InputError
 from infer.sampling import Sampling
-from infer.steps import Step, StepProvider
+from infer.steps import StepProvider
 
 CHUNK = 512
 """Tokens of each prompt in a prefill step, unless the prompts are shorter."""
@@ -140,11 +140,11 @@ class Generation:
         sampling = Sampling.of(len(prompts), temperature, top_p, seeds)
         self.sampling = sampling if temperature > 0 else None
         self.stop_ids = frozenset(config.eos_token_ids if stop_ids is None else stop_ids)
-        self.provider = StepProvider(
-            config,
+        self.provider = StepProvider.of(
             params,
+            config,
             batch=len(prompts),
-            capacity=longest + max_new_tokens,
+            capacity=min(_rounded(longest + max_new_tokens), config.max_position_embeddings),
             chunk=_chunk(chunk, longest),
             draft_tokens=draft_tokens,
             sampled=self.sampling is not None,
@@ -153,7 +153,7 @@ class Generation:
         self.figures = Figures(accepted=[0] * draft_tokens)
         self.reasons: list[str | None] = [None] * len(prompts)
         self._made = [0] * len(prompts)
-        self._timed: set[int] = set()
+        self._timed: set[str] = set()
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         if not self.prompts or not self.max_new_tokens:
@@ -163,7 +163,7 @@ class Generation:
         state, first = self._prefill(state)
         yield from self._emit(first[:, None], np.zeros(len(self.prompts), np.int64))
         drafting = self.provider.draft_tokens > 0
-        step = self.provider.verify() if drafting else self.provider.decode()
+        step = self.provider.verify(self.params) if drafting else self.provider.decode(self.params)
         while None in self.reasons:
             active = np.array([reason is None for reason in self.reasons])
             start = time.perf_counter()
@@ -171,12 +171,16 @@ class Generation:
             tokens, *counts = (np.asarray(f) for f in found)
             seconds = time.perf_counter() - start
             accepted = counts[0] if drafting else np.zeros(len(active), np.int64)
-            self._count_decode(step, seconds, active, accepted)
+            self._count_decode(seconds, active, accepted)
             yield from self._emit(tokens.reshape(len(active), -1), accepted)
+
+    def end(self, row: int) -> None:
+        """Ends a row before its time, for instance at a stop string."""
+        self.reasons[row] = STOP
 
     def _prefill(self, state: Any) -> tuple[Any, np.ndarray]:
         """All prompts chunk by chunk, right-padded; the token after each of them."""
-        step, chunk = self.provider.prefill(), self.provider.chunk
+        step, chunk = self.provider.prefill(self.params), self.provider.chunk
         lengths = np.array([len(p) for p in self.prompts])
         padded = np.full((len(lengths), -(-lengths.max() // chunk) * chunk + 1), -1, np.int32)
         for row, prompt in enumerate(self.prompts):
@@ -197,7 +201,7 @@ class Generation:
                 self.sampling,
             )
             first = np.where(last >= 0, np.asarray(token), first)
-            self._count_prefill(step, time.perf_counter() - start, int((positions >= 0).sum()))
+            self._count_prefill(time.perf_counter() - start, int((positions >= 0).sum()))
         return state, first
 
     def _emit(self, tokens: np.ndarray, accepted: np.ndarray) -> Iterator[tuple[int, list[int]]]:
@@ -218,27 +222,27 @@ class Generation:
             self.figures.new_tokens += len(new)
             yield row, new
 
-    def _count_prefill(self, step: Step, seconds: float, tokens: int) -> None:
+    def _count_prefill(self, seconds: float, tokens: int) -> None:
         self.figures.prompt_tokens += tokens
-        if self._first(step, seconds):
+        if self._first("prefill", seconds):
             return
         self.figures.prefill_seconds += seconds
         self.figures.prefill_tokens += tokens
 
-    def _count_decode(self, step: Step, seconds: float, active: np.ndarray, accepted: np.ndarray) -> None:
+    def _count_decode(self, seconds: float, active: np.ndarray, accepted: np.ndarray) -> None:
         for position in range(self.provider.draft_tokens):
             self.figures.accepted[position] += int((accepted[active] > position).sum())
         if self.provider.draft_tokens:
             self.figures.rounds += int(active.sum())
-        if self._first(step, seconds):
+        if self._first("decode", seconds):
             return
         self.figures.decode_seconds += seconds
         self.figures.decode_tokens += int((accepted[active] + 1).sum())
 
-    def _first(self, step: Step, seconds: float) -> bool:
-        if id(step) in self._timed:
+    def _first(self, kind: str, seconds: float) -> bool:
+        if kind in self._timed:
             return False
-        self._timed.add(id(step))
+        self._timed.add(kind)
         self.figures.compile_seconds += seconds
         return True
 
@@ -248,6 +252,12 @@ def _chunk(chunk: int, longest: int) -> int:
     if chunk < 1:
         raise InputError(f"chunk is {chunk}, expected at least 1")
     return min(chunk, max(16, 1 << (longest - 1).bit_length())) if chunk > 16 else chunk
+
+
+def _rounded(tokens: int) -> int:
+    """A capacity of at most an eighth more, so that the lengths of a conversation share a few compiled steps."""
+    step = max(64, (1 << (tokens - 1).bit_length()) // 8)
+    return -(-tokens // step) * step
 
 
 def _check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:

@@ -62,9 +62,7 @@ def draft(
         Drafts int32 `[batch, count]`, the distributions they were drawn from `[batch, count, vocab]` (None when
         greedy), and the cache with the MTP layer's rows of the window.
     """
-    hidden, cache, selection = mtp.advance(
-        params, config, window.hidden, window.tokens, window.positions, cache, forms
-    )
+    hidden, cache, selection = mtp.advance(params, config, window.hidden, window.tokens, window.positions, cache, forms)
     last = jnp.maximum(jnp.sum(window.positions >= 0, axis=1) - 1, 0)
     state = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
     position = jnp.take_along_axis(window.positions, last[:, None], axis=1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import cached_property
+from functools import lru_cache
 from typing import Any
 
 import flax.struct
@@ -59,14 +59,19 @@ class Step:
     names: tuple[str, ...]
     donated: tuple[str, ...] = ("state",)
 
-    @cached_property
+    @property
     def jitted(self) -> Any:
-        """The function under `jax.jit`, with its donations."""
-        donated = tuple(i for i, name in enumerate(self.names) if name in self.donated)
-        return jax.jit(self.function, donate_argnums=donated)
+        """The function under `jax.jit`, with its donations; the same object for equal providers."""
+        return _jit(self.function, tuple(i for i, name in enumerate(self.names) if name in self.donated))
 
     def __call__(self, *arguments: Any) -> Any:
         return self.jitted(*arguments)
+
+
+@lru_cache(maxsize=64)
+def _jit(function: Callable[..., Any], donated: tuple[int, ...]) -> Any:
+    # Bound methods of equal providers are equal, so a second generation of the same shapes compiles nothing.
+    return jax.jit(function, donate_argnums=donated)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +80,7 @@ class StepProvider:
 
     Attributes:
         config: the model's.
-        params: its parameters, or their shapes.
+        dtype: of its activations and of the cache.
         batch: sequences a step.
         capacity: tokens a sequence, drafts not counted.
         chunk: tokens of each sequence in a prefill step.
@@ -86,7 +91,7 @@ class StepProvider:
     """
 
     config: ModelConfig
-    params: dict[str, Any] = dataclasses.field(repr=False, hash=False, compare=False)
+    dtype: jnp.dtype
     batch: int
     capacity: int
     chunk: int
@@ -98,13 +103,25 @@ class StepProvider:
     def __post_init__(self) -> None:
         if not 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
             raise InputError(f"draft_tokens is {self.draft_tokens}, expected 0 to {MAX_DRAFT_TOKENS}")
-        if self.draft_tokens and "mtp" not in self.params:
-            raise InputError(f"draft_tokens is {self.draft_tokens}, but this checkpoint has no MTP layer to draft with")
         if self.capacity > self.config.max_position_embeddings:
             raise InputError(
                 f"{self.capacity} tokens are asked for, more than max_position_embeddings "
                 f"{self.config.max_position_embeddings}"
             )
+
+    @classmethod
+    def of(cls, params: dict[str, Any], config: ModelConfig, **shapes: Any) -> StepProvider:
+        """The provider for these parameters (or their shapes); `shapes` are the other fields.
+
+        Raises:
+            InputError: drafts are asked for and the parameters have no MTP layer.
+        """
+        provider = cls(config, compute_dtype(params), **shapes)
+        if provider.draft_tokens and "mtp" not in params:
+            raise InputError(
+                f"draft_tokens is {provider.draft_tokens}, but this checkpoint has no MTP layer to draft with"
+            )
+        return provider
 
     @property
     def _cached(self) -> ModelConfig:
@@ -113,20 +130,19 @@ class StepProvider:
 
     def state(self) -> State:
         """An empty state."""
-        dtype = compute_dtype(self.params)
         room = self.draft_tokens + 1
         return State(
             # Drafts of a sequence at its end reach past its last token.
             cache=Cache.create(
-                self._cached, self.batch, self.capacity + self.draft_tokens, dtype=dtype, page_size=self.page_size
+                self._cached, self.batch, self.capacity + self.draft_tokens, dtype=self.dtype, page_size=self.page_size
             ),
             token=jnp.zeros(self.batch, jnp.int32),
             position=jnp.full(self.batch, -1, jnp.int32),
-            window=Window.empty(self.batch, room, self.config.hidden_size, dtype) if self.draft_tokens else None,
+            window=Window.empty(self.batch, room, self.config.hidden_size, self.dtype) if self.draft_tokens else None,
         )
 
-    def prefill(self) -> Step:
-        """A chunk of every prompt.
+    def prefill(self, params: dict[str, Any]) -> Step:
+        """A chunk of every prompt; `params` may be shapes.
 
         Its function takes, after parameters and state: tokens, positions (-1 for padding) and the token after each
         (-1 where unknown), all int32 `[batch, chunk]`; the column of each prompt's last token, int32 `[batch]`, -1
@@ -137,25 +153,26 @@ class StepProvider:
         row = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
         return self._step(
             self._prefill,
+            params,
             {"tokens": chunk, "positions": chunk, "next_tokens": chunk, "last": row, "sampling": self._sampling()},
         )
 
-    def decode(self) -> Step:
+    def decode(self, params: dict[str, Any]) -> Step:
         """One token of every active sequence: parameters, state, active bool `[batch]`, sampling -> state, tokens."""
         active = jax.ShapeDtypeStruct((self.batch,), jnp.bool_)
-        return self._step(self._decode, {"active": active, "sampling": self._sampling()})
+        return self._step(self._decode, params, {"active": active, "sampling": self._sampling()})
 
-    def verify(self) -> Step:
+    def verify(self, params: dict[str, Any]) -> Step:
         """Drafts and their verification: arguments as `decode`.
 
         Its function returns the state, tokens int32 `[batch, draft_tokens + 1]` and how many drafts stood, int32
         `[batch]`; one token more than that counts.
         """
         active = jax.ShapeDtypeStruct((self.batch,), jnp.bool_)
-        return self._step(self._verify, {"active": active, "sampling": self._sampling()})
+        return self._step(self._verify, params, {"active": active, "sampling": self._sampling()})
 
-    def _step(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Step:
-        params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.params)
+    def _step(self, function: Callable[..., Any], params: dict[str, Any], arguments: dict[str, Any]) -> Step:
+        params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
         state = jax.eval_shape(self.state)
         return Step(function, (params, state, *arguments.values()), ("params", "state", *arguments))
 
@@ -223,9 +240,7 @@ class StepProvider:
         assert state.window is not None
         room = self.draft_tokens + 1
         forms = self._forms(room)
-        window = dataclasses.replace(
-            state.window, positions=jnp.where(active[:, None], state.window.positions, -1)
-        )
+        window = dataclasses.replace(state.window, positions=jnp.where(active[:, None], state.window.positions, -1))
         drafts, distributions, cache = draft(
             params, self._cached, window, state.cache, self.draft_tokens, sampling, forms
         )

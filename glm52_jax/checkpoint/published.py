@@ -7,15 +7,19 @@ is loaded, so that a wrong checkpoint is refused in one sentence and before devi
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
-from pathlib import Path
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 
 from glm52_jax.checkpoint.safetensors_file import Entry, SafetensorsFile
 from glm52_jax.config import SHARED, ModelConfig, read_json
+from glm52_jax.config_json import shown
 from glm52_jax.errors import InputError
-from glm52_jax.spec import SCALE_SUFFIX, Stack, Tensor, parameters
+from glm52_jax.spec import SCALE_SUFFIX, Tensor, parameters
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -25,7 +29,8 @@ FLOAT8 = "F8_E4M3"
 SCALE_NAMES = (SCALE_SUFFIX, "_scale")  # some tools rename the scale; it multiplies all the same
 
 _FUSED = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", None)}
-_EXPERT = re.compile(r"^(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
+_EXPERT = re.compile(r"(.*\.mlp\.experts)\.([0-9]+)\.(gate_proj|up_proj|down_proj)\.weight")
+_LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,8})\.(.*)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +40,7 @@ class Stored:
     tensor: Tensor
     name: str
     scale: str | None = None
-    fused: tuple[int, int | None] | None = None
+    fused: tuple[int, int | None] | None = None  # the expert, and which half of its rows (None for all of them)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +60,25 @@ class Contents:
     notes: tuple[str, ...]
 
 
+def fused_name(name: str) -> tuple[str, int, int | None] | None:
+    """The tensor that holds all experts where one expert's is not stored by itself, the expert, and the half of rows.
+
+    `transformers` keeps experts so in memory, and some of its releases wrote them: `experts.gate_up_proj`
+    `[experts, 2 * width, embed]`, gate first, and `experts.down_proj` `[experts, embed, width]`.
+    """
+    match = _EXPERT.fullmatch(name)
+    if match is None:
+        return None
+    fused, half = _FUSED[match[3]]
+    return f"{match[1]}.{fused}", int(match[2]), half
+
+
 class PublishedCheckpoint:
     """The tensors of a folder, one file or shards with an index. File names do not matter, the index decides.
+
+    Attributes:
+        where: the file of each tensor.
+        unused: safetensors files of the folder that the index does not name.
 
     Raises:
         InputError: a file is missing or damaged, the index disagrees with the files, a tensor is in two of them.
@@ -64,8 +86,10 @@ class PublishedCheckpoint:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
+        self._listed = _names(self.folder)
         self._files: dict[str, SafetensorsFile] = {}
-        self.where = self._find()
+        self.where = self._indexed() if INDEX_FILE in self._listed else self._single()
+        self.unused = [f for f in self._listed if f.endswith(".safetensors") and f not in self._files]
 
     def entry(self, name: str) -> Entry:
         return self._files[self.where[name]].entries[name]
@@ -74,29 +98,69 @@ class PublishedCheckpoint:
         """A tensor by its name in the files."""
         return self._files[self.where[name]].read(name)
 
-    def _find(self) -> dict[str, str]:
+    def check(self, config: ModelConfig) -> Contents:
+        """How each tensor of the table is stored here; refuses what is missing, extra, or of another shape or type.
+
+        Raises:
+            InputError: naming the first tensor at fault, what was found and what was expected.
+        """
+        notes = [f"{file} is not used, since {INDEX_FILE} does not name it" for file in self.unused]
+        config, absent = self._with_what_is_here(config)
+        tensors: dict[str, Stored] = {}
+        missing: list[Tensor] = []
+        for tensor in _expected(config):
+            stored = self._stored(tensor, config)
+            if stored is not None:
+                tensors[tensor.name] = stored
+            elif not tensor.optional:
+                missing.append(tensor)
+        self._refuse_missing(missing, config)
+        used = {s.name for s in tensors.values()} | {s.scale for s in tensors.values()}
+        left = [name for name in self.where if name not in used]
+        ignored = {name: reason for name in left if (reason := _ignorable(name, config))}
+        self._refuse_extra([name for name in left if name not in ignored], config)
+        own = [f"{s.name} is used in place of the model's own" for s in tensors.values() if s.tensor.optional]
+        return Contents(config, tensors, ignored, (*notes, *absent, *own, *_summary(ignored)))
+
+    def _single(self) -> dict[str, str]:
+        if SINGLE_FILE not in self._listed:
+            raise InputError(f"{self.folder}: holds neither {INDEX_FILE} nor {SINGLE_FILE}")
+        self._files[SINGLE_FILE] = SafetensorsFile(self.folder / SINGLE_FILE)
+        return dict.fromkeys(self._files[SINGLE_FILE].entries, SINGLE_FILE)
+
+    def _indexed(self) -> dict[str, str]:
         index = self.folder / INDEX_FILE
-        if not index.exists():
-            if not (self.folder / SINGLE_FILE).exists():
-                raise InputError(f"{self.folder}: holds neither {INDEX_FILE} nor {SINGLE_FILE}")
-            self._files[SINGLE_FILE] = SafetensorsFile(self.folder / SINGLE_FILE)
-            return dict.fromkeys(self._files[SINGLE_FILE].entries, SINGLE_FILE)
         weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-            raise InputError(f"{index}: weight_map is missing or not an object of file names")
-        self._refuse_absent_files(index, weight_map)
-        self._files = {file: SafetensorsFile(self.folder / file) for file in sorted(set(weight_map.values()))}
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise InputError(f"{index}: weight_map is {shown(weight_map)}, expected the file of each tensor")
+        for name, file in weight_map.items():
+            if not _is_inside(file):
+                raise InputError(f"{index}: weight_map has {shown(file)}, expected the name of a file in the folder")
+            if not name.isprintable():
+                raise InputError(f"{index}: weight_map names a tensor {shown(name)}, expected printable text")
+        files = sorted(set(weight_map.values()))
+        if SINGLE_FILE not in files and SINGLE_FILE in self._listed:
+            raise InputError(
+                f"{self.folder}: holds {SINGLE_FILE} and {INDEX_FILE}, which does not name it, expected one of them "
+                "(programs differ in which they read)"
+            )
+        self._refuse_absent(index, weight_map, files)
+        self._files = {file: SafetensorsFile(self.folder / file) for file in files}
         self._refuse_disagreement(index, weight_map)
         return weight_map
 
-    def _refuse_absent_files(self, index: Path, weight_map: dict[str, str]) -> None:
-        for file in sorted(set(weight_map.values())):
-            if not (self.folder / file).exists():
-                held = [name for name, f in weight_map.items() if f == file]
-                raise InputError(
-                    f"{index}: names {file}, which is not in the folder; it holds {len(held)} tensors, "
-                    f"{held[0]} among them (the download looks incomplete)"
-                )
+    def _refuse_absent(self, index: Path, weight_map: dict[str, str], files: list[str]) -> None:
+        absent = [file for file in files if not (self.folder / file).exists()]
+        if not absent:
+            return
+        held = [name for name, file in weight_map.items() if file == absent[0]]
+        files_are = (
+            f"{absent[0]}, which is" if len(absent) == 1 else f"{absent[0]} and {len(absent) - 1} more, which are"
+        )
+        raise InputError(
+            f"{index}: names {files_are} not in the folder; {absent[0]} should hold {len(held)} tensors, {held[0]} "
+            "among them (the download looks incomplete)"
+        )
 
     def _refuse_disagreement(self, index: Path, weight_map: dict[str, str]) -> None:
         for name, file in weight_map.items():
@@ -107,39 +171,7 @@ class PublishedCheckpoint:
                 if name not in weight_map:
                     raise InputError(f"{self.folder / file}: holds {name}, which {INDEX_FILE} does not list")
                 if weight_map[name] != file:
-                    raise InputError(f"{name} is in two files, {weight_map[name]} and {file}, of {self.folder}")
-
-    def check(self, config: ModelConfig) -> Contents:
-        """How each tensor of the table is stored here; refuses what is missing, extra, or of another shape or type.
-
-        Raises:
-            InputError: naming the first tensor at fault, what was found and what was expected.
-        """
-        config, notes = self._with_what_is_here(config)
-        left = dict.fromkeys(self.where)
-        tensors: dict[str, Stored] = {}
-        missing = []
-        for param in parameters(config):
-            for layer in param.layers(config):
-                for tensor in param.published(config, layer):
-                    if tensor.name in tensors:
-                        continue  # two parameters are made of this one
-                    stored = self._stored(tensor, config)
-                    if stored is None:
-                        if not tensor.optional:
-                            missing.append(tensor.name)
-                        continue
-                    tensors[tensor.name] = stored
-                    left.pop(stored.name, None)
-                    left.pop(stored.scale or "", None)
-                    if tensor.optional:
-                        notes.append(f"{tensor.name} is used in place of the model's own")
-        if missing:
-            more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise InputError(f"{self.folder}: {missing[0]} is missing{more}")
-        ignored = {name: reason for name in left if (reason := _ignorable(name, config))}
-        self._refuse_extra([name for name in left if name not in ignored])
-        return Contents(config, tensors, ignored, tuple(notes))
+                    raise InputError(f"{self.folder}: {name} is in two files, {weight_map[name]} and {file}")
 
     def _with_what_is_here(self, config: ModelConfig) -> tuple[ModelConfig, list[str]]:
         prefix = f"model.layers.{config.num_hidden_layers}."
@@ -153,22 +185,19 @@ class PublishedCheckpoint:
 
     def _stored(self, tensor: Tensor, config: ModelConfig) -> Stored | None:
         """Finds a tensor under its own name, or an expert inside of a fused one, and checks its shape and type."""
+        fused = fused_name(tensor.name)
         if tensor.name in self.where:
             self._check_shape(tensor.name, tensor.shape)
-            stored = Stored(tensor, tensor.name, self._scale(tensor, config))
-        else:
-            match = _EXPERT.match(tensor.name)
-            if match is None:
-                return None
-            fused, half = _FUSED[match[3]]
-            name = f"{match[1]}.{fused}"
-            if name not in self.where:
-                return None
-            rows, columns = tensor.shape
-            self._check_shape(name, (config.n_routed_experts, rows if half is None else 2 * rows, columns))
-            stored = Stored(tensor, name, fused=(int(match[2]), half))
-        self._check_type(stored)
-        return stored
+            self._check_type(tensor.name, tensor, config)
+            return Stored(tensor, tensor.name, self._scale(tensor, config))
+        if fused is None or fused[0] not in self.where:
+            return None
+        name, expert, half = fused
+        rows, columns = tensor.shape
+        self._check_shape(name, (config.n_routed_experts, rows if half is None else 2 * rows, columns))
+        # No release and no known tool has fused experts in float8.
+        self._check_type(name, dataclasses.replace(tensor, quantized=False), config)
+        return Stored(tensor, name, fused=(expert, half))
 
     def _check_shape(self, name: str, expected: tuple[int, ...]) -> None:
         found = self.entry(name).shape
@@ -177,54 +206,95 @@ class PublishedCheckpoint:
                 f"{self.folder / self.where[name]}: {name} has shape {list(found)}, expected {list(expected)}"
             )
 
-    def _scale(self, tensor: Tensor, config: ModelConfig) -> str | None:
-        names = [tensor.name + suffix for suffix in SCALE_NAMES if tensor.name + suffix in self.where]
-        if len(names) > 1:
-            raise InputError(f"{self.folder}: {tensor.name} has two scales, {names[0]} and {names[1]}")
-        if self.entry(tensor.name).dtype != FLOAT8:
-            if names:
-                raise InputError(
-                    f"{self.folder}: {names[0]} is a scale, but {tensor.name} is {self.entry(tensor.name).dtype}, "
-                    f"not {FLOAT8}"
-                )
-            return None
-        if not names:
-            raise InputError(f"{self.folder}: {tensor.name} is {FLOAT8} but has no {tensor.name}{SCALE_SUFFIX}")
-        if config.quantization is None:
-            raise InputError(f"{self.folder}: {tensor.name} is {FLOAT8}, but config.json has no quantization_config")
-        self._check_shape(names[0], tensor.scale_shape(config.quantization.block))
-        if self.entry(names[0]).dtype != "F32":
-            raise InputError(f"{self.folder}: {names[0]} is {self.entry(names[0]).dtype}, expected F32")
-        return names[0]
-
-    def _check_type(self, stored: Stored) -> None:
-        found, tensor = self.entry(stored.name).dtype, stored.tensor
-        if tensor.float32:
-            expected: tuple[str, ...] = ("F32",)
-        elif tensor.quantized and stored.fused is None:
-            expected = (FLOAT8,)
-        else:
-            expected = PLAIN
+    def _check_type(self, name: str, tensor: Tensor, config: ModelConfig) -> None:
+        found, file = self.entry(name).dtype, self.folder / self.where[name]
+        expected = ("F32",) if tensor.float32 else (FLOAT8,) if tensor.quantized else PLAIN
+        if found == FLOAT8 and config.quantization is None:
+            raise InputError(f"{file}: {name} is {FLOAT8}, but config.json has no quantization_config")
         if found not in expected:
-            file = self.folder / self.where[stored.name]
-            raise InputError(f"{file}: {stored.name} is {found}, expected {' or '.join(expected)}")
+            listed = ", as quantization_config does not except it" if tensor.quantized and found in PLAIN else ""
+            raise InputError(f"{file}: {name} is {found}, expected {' or '.join(expected)}{listed}")
 
-    def _refuse_extra(self, extra: list[str]) -> None:
+    def _scale(self, tensor: Tensor, config: ModelConfig) -> str | None:
+        """The name of a float8 tensor's scale."""
+        if self.entry(tensor.name).dtype != FLOAT8:
+            return None
+        assert config.quantization is not None
+        names = [tensor.name + suffix for suffix in SCALE_NAMES]
+        found = [name for name in names if name in self.where]
+        if len(found) > 1:
+            raise InputError(f"{self.folder}: {tensor.name} has two scales, {found[0]} and {found[1]}")
+        if not found:
+            raise InputError(
+                f"{self.folder / self.where[tensor.name]}: {tensor.name} is {FLOAT8} but has no scale, expected "
+                f"{' or '.join(names)}"
+            )
+        self._check_shape(found[0], tensor.scale_shape(config.quantization.block))
+        if self.entry(found[0]).dtype != "F32":
+            file = self.folder / self.where[found[0]]
+            raise InputError(f"{file}: {found[0]} is {self.entry(found[0]).dtype}, expected F32")
+        return found[0]
+
+    def _refuse_missing(self, missing: list[Tensor], config: ModelConfig) -> None:
+        if not missing:
+            return
+        first = missing[0]
+        more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+        hint = ""
+        if first.name.startswith(f"model.layers.{config.num_hidden_layers}."):
+            hint = "; the MTP layer is there in part (with num_nextn_predict_layers 0 the model runs without it)"
+        raise InputError(
+            f"{self.folder}: {first.name} is missing, expected it with shape {list(first.shape)}{more}{hint}"
+        )
+
+    def _refuse_extra(self, extra: list[str], config: ModelConfig) -> None:
         if not extra:
             return
-        name = extra[0]
+        file, name = self.folder / self.where[extra[0]], extra[0]
         weight = next((name.removesuffix(s) for s in SCALE_NAMES if name.endswith(".weight" + s)), None)
-        if weight:
-            raise InputError(f"{self.folder}: {name} is a scale without its weight {weight}")
+        if weight is not None and weight in self.where:
+            raise InputError(f"{file}: {name} is a scale, but {weight} is {self.entry(weight).dtype}, not {FLOAT8}")
+        if weight is not None:
+            raise InputError(f"{file}: {name} is a scale without its weight {weight}")
         more = f", and {len(extra) - 1} more" if len(extra) > 1 else ""
-        raise InputError(f"{self.folder / self.where[name]}: {name} is not a tensor of this model{more}")
+        layers = f"{config.num_hidden_layers} layers{' and an MTP layer' * config.has_mtp}"
+        raise InputError(f"{file}: {name} is not a tensor of this model, which has {layers}{more}")
+
+
+def _names(folder: Path) -> list[str]:
+    """Names of what is in a folder, sorted."""
+    try:
+        return sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(f"{folder}: no such folder, expected one with config.json and safetensors files") from None
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be read ({error.strerror})") from None
+
+
+def _expected(config: ModelConfig) -> Iterator[Tensor]:
+    """Every published tensor of the table once, those of optional parameters too."""
+    seen: set[str] = set()
+    for param in parameters(config):
+        for layer in param.layers(config):
+            for tensor in param.published(config, layer):
+                if tensor.name not in seen:  # two parameters can be made of one
+                    seen.add(tensor.name)
+                    yield tensor
+
+
+def _is_inside(file: object) -> bool:
+    """Whether an index's entry names a file in the folder: one from elsewhere is no part of the checkpoint."""
+    if not isinstance(file, str) or not file or not file.isprintable():
+        return False
+    path = PurePosixPath(file)
+    return not path.is_absolute() and ".." not in path.parts
 
 
 def _ignorable(name: str, config: ModelConfig) -> str | None:
     """Why a tensor that the table does not list may be left alone; None when it may not."""
-    match = re.match(r"model\.layers\.(\d+)\.(.*)", name)
     if name.endswith("rotary_emb.inv_freq"):
         return "rotary frequencies are computed from rope_theta"
+    match = _LAYER.fullmatch(name)
     if match is None:
         return None
     layer, inner = int(match[1]), match[2]
@@ -236,6 +306,10 @@ def _ignorable(name: str, config: ModelConfig) -> str | None:
     return None
 
 
-def mtp_tensors(config: ModelConfig) -> list[str]:
-    """Names of the parameters that only the MTP layer has."""
-    return [p.path for p in parameters(config) if p.stack is Stack.MTP]
+def _summary(ignored: dict[str, str]) -> list[str]:
+    """A sentence a reason."""
+    first = {reason: name for name, reason in reversed(ignored.items())}
+    return [
+        f"{count} {'tensor is' if count == 1 else 'tensors are'} not used, {first[reason]} among them: {reason}"
+        for reason, count in Counter(ignored.values()).items()
+    ]

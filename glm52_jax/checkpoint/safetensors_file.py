@@ -1,18 +1,23 @@
-"""Reading one safetensors file: header checked against the file's real size, tensors as views of the mapped file.
+"""One safetensors file: read as views of the mapped file after its header is checked, and written whole or not at all.
 
-The `safetensors` package gives numpy no float8, and says of a damaged file only that it is damaged.
+The `safetensors` package gives numpy no float8, says of a damaged file only that it is damaged, and writes from tensors
+that are all in memory.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import stat
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
+from glm52_jax.config_json import shown, without_duplicates
 from glm52_jax.errors import InputError
 
 DTYPES: dict[str, np.dtype] = {
@@ -29,8 +34,11 @@ DTYPES: dict[str, np.dtype] = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
-_HEADER_LENGTH = 8  # bytes, little endian
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LENGTH = 8  # bytes that hold the length of the header, little endian
 _LARGEST_HEADER = 100_000_000  # the format's own limit
+_POINTER = b"version https://git-lfs"  # what a clone without Git LFS has in place of a large file
+_CUT = "the download looks cut"
 
 
 class Entry(NamedTuple):
@@ -51,54 +59,153 @@ class SafetensorsFile:
 
     def __init__(self, path: Path):
         self.path = path
-        self.entries = _read_header(path)
-        self._data: np.memmap | None = None
+        self.entries, self._size = _read_header(path)
+        self._data: np.ndarray | None = None
 
     def read(self, name: str) -> np.ndarray:
         """The tensor as a read-only view of the mapped file."""
         if self._data is None:
-            self._data = np.memmap(self.path, np.uint8, "r")
+            try:
+                self._data = np.memmap(self.path, np.uint8, "r")
+            except (OSError, ValueError) as error:
+                raise InputError(f"{self.path}: can no longer be read ({error})") from None
+            if self._data.size != self._size:
+                raise InputError(f"{self.path}: {self._data.size} bytes, but {self._size} when it was opened")
         entry = self.entries[name]
         return self._data[entry.start : entry.stop].view(DTYPES[entry.dtype]).reshape(entry.shape)
 
 
-def _read_header(path: Path) -> dict[str, Entry]:
+def write_safetensors(
+    path: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], arrays: Iterable[tuple[str, np.ndarray]]
+) -> None:
+    """Writes a file under a temporary name and renames it when it is whole.
+
+    Args:
+        path: of the finished file; replaced when it exists.
+        tensors: dtype and shape of each.
+        arrays: their values, each once, in any order; one at a time is in memory.
+    """
+    header, starts = _layout(tensors)
+    unfinished = path.with_name(path.name + ".unfinished")
+    left = dict(tensors)
     try:
-        size = path.stat().st_size
+        with unfinished.open("wb") as file:
+            file.write(header)
+            for name, values in arrays:
+                dtype, shape = left.pop(name)
+                assert values.dtype == dtype, name
+                assert values.shape == shape, name
+                file.seek(starts[name])
+                file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+            assert not left, next(iter(left))
+            file.flush()
+            os.fsync(file.fileno())  # or the name could reach the disk before the data
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def tensor_bytes(dtype: np.dtype, shape: Sequence[int]) -> int:
+    """Bytes of a tensor's values."""
+    return math.prod(shape) * dtype.itemsize
+
+
+def _layout(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
+    """The start of the file, and where in the file each tensor begins.
+
+    Wide types come first, as other writers have it: every tensor is then aligned, which some readers rely on.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # `transformers` asks for a format, and knows this one
+    offset = 0
+    for name in sorted(tensors, key=lambda name: -tensors[name][0].itemsize):
+        dtype, shape = tensors[name]
+        size = tensor_bytes(dtype, shape)
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    first = _LENGTH + len(text)
+    starts = {name: first + header[name]["data_offsets"][0] for name in tensors}
+    return len(text).to_bytes(_LENGTH, "little") + text, starts
+
+
+def _read_header(path: Path) -> tuple[dict[str, Entry], int]:
+    """Entries by name, and the size of the file."""
+    text, size = _header_text(path)
+    try:
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=without_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: its safetensors header is not JSON ({error})") from None
+    if not isinstance(header, dict):
+        raise InputError(f"{path}: its safetensors header is a JSON {type(header).__name__}, expected an object")
+    header.pop("__metadata__", None)
+    first = _LENGTH + len(text)
+    entries = {name: _entry(path, name, raw, first) for name, raw in header.items()}
+    _refuse_gaps(path, entries, first, size)
+    return entries, size
+
+
+def _header_text(path: Path) -> tuple[bytes, int]:
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for ever
+            raise InputError(f"{path}: is not a regular file, expected a safetensors file")
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(_HEADER_LENGTH), "little")
-            if size < _HEADER_LENGTH or length > min(size - _HEADER_LENGTH, _LARGEST_HEADER):
-                raise InputError(
-                    f"{path}: {size} bytes, too short for its header of {length} bytes; the download looks cut"
-                )
-            text = file.read(length)
+            start = file.read(_LENGTH)
+            if start == _POINTER[:_LENGTH]:
+                raise InputError(f"{path}: is a Git LFS pointer, not the weights; fetch them with `git lfs pull`")
+            size, length = status.st_size, int.from_bytes(start, "little")
+            if len(start) < _LENGTH:
+                raise InputError(f"{path}: {size} bytes, expected a safetensors file; {_CUT}")
+            if length > _LARGEST_HEADER:
+                raise InputError(f"{path}: does not begin with the length of a safetensors header (it says {length})")
+            if length > size - _LENGTH:
+                raise InputError(f"{path}: {size} bytes, too short for its header of {length} bytes; {_CUT}")
+            return file.read(length), size
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; the download looks incomplete") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-    try:
-        header = json.loads(text)
-        header.pop("__metadata__", None)
-        entries = {name: _entry(path, name, raw, _HEADER_LENGTH + length) for name, raw in header.items()}
-    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{path}: its safetensors header cannot be understood ({error})") from None
-    end = max((entry.stop for entry in entries.values()), default=_HEADER_LENGTH + length)
-    if end != size:
-        hint = "; the download looks cut" if end > size else ""
-        raise InputError(f"{path}: {size} bytes, but its header describes {end}{hint}")
-    return entries
 
 
-def _entry(path: Path, name: str, raw: dict, offset: int) -> Entry:
-    start, stop = raw["data_offsets"]
-    dtype, shape = raw["dtype"], tuple(raw["shape"])
-    if dtype not in DTYPES:
-        raise InputError(f"{path}: {name} has dtype {dtype}, expected one of {', '.join(DTYPES)}")
-    if stop - start != math.prod(shape) * DTYPES[dtype].itemsize or start < 0:
+def _entry(path: Path, name: str, raw: Any, first: int) -> Entry:
+    if not name.isprintable() or not name:
+        raise InputError(f"{path}: its safetensors header names a tensor {shown(name)}, expected printable text")
+    if not isinstance(raw, dict):
+        raise InputError(f"{path}: its safetensors header has {shown(raw)} for {name}, expected an object")
+    dtype: Any = raw.get("dtype")
+    shape: Any = raw.get("shape")
+    offsets: Any = raw.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise InputError(f"{path}: {name} has dtype {shown(dtype)}, expected one of {', '.join(DTYPES)}")
+    if not _is_sizes(shape):
+        raise InputError(f"{path}: {name} has shape {shown(shape)}, expected a list of sizes")
+    if not _is_sizes(offsets) or len(offsets) != 2:
+        raise InputError(f"{path}: {name} has data_offsets {shown(offsets)}, expected a start and an end")
+    start, stop = offsets
+    needed = tensor_bytes(DTYPES[dtype], shape)
+    if stop - start != needed:
         raise InputError(
-            f"{path}: {name} has {stop - start} bytes, but shape {list(shape)} of {dtype} needs "
-            f"{math.prod(shape) * DTYPES[dtype].itemsize}"
+            f"{path}: {name} has data_offsets {offsets}, {stop - start} bytes, but shape {shown(shape)} of {dtype} "
+            f"needs {needed}"
         )
-    return Entry(dtype, shape, offset + start, offset + stop)
+    return Entry(dtype, tuple(shape), first + start, first + stop)
+
+
+def _is_sizes(value: Any) -> bool:
+    """Whether it is a list of sizes that arrays can have."""
+    return isinstance(value, list) and len(value) <= 32 and all(type(n) is int and 0 <= n < 2**63 for n in value)
+
+
+def _refuse_gaps(path: Path, entries: dict[str, Entry], first: int, size: int) -> None:
+    """The tensors cover the file from the header to its end, each byte once."""
+    at, before = first, "the header"
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if entry.start != at:
+            problem = "overlaps" if entry.start < at else "leaves a gap after"
+            raise InputError(f"{path}: {name} begins at byte {entry.start} and {problem} {before}, expected byte {at}")
+        at, before = entry.stop, name
+    if at != size:
+        hint = f"; {_CUT}" if at > size else ""
+        raise InputError(f"{path}: {size} bytes, but its header describes {at}{hint}")

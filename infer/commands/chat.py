@@ -1,0 +1,126 @@
+"""`glm52 chat`: a conversation in the terminal, in the checkpoint's own chat format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from glm52_jax.errors import InputError
+from glm52_jax.text import REASONING_EFFORTS, ChatFormat
+from infer.commands.session import Session, figures_line, model_options, sampling_options, stream_texts, write
+from infer.generation import Generation
+
+END_OF_THINKING = "</think>"
+
+HELP = "/new starts over, /think turns thinking on or off, /exit or Ctrl-D leaves; Ctrl-C stops an answer"
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("checkpoint")
+@click.option("--system", help="System message.")
+@click.option("--thinking/--no-thinking", default=True, show_default=True, help="Whether the model thinks first.")
+@click.option(
+    "--effort", type=click.Choice([e for e in REASONING_EFFORTS if e]), help="Reasoning effort.  [default: max]"
+)
+@click.option("--keep-thinking", is_flag=True, help="Earlier thinking stays in the prompt (clear_thinking false).")
+@click.option("--max-new-tokens", "-n", type=click.IntRange(1), default=1024, show_default=True)
+@click.option("--temperature", "-t", type=float, help="0 is greedy.  [default: the checkpoint's]")
+@click.option("--top-p", type=float, help="Nucleus that is sampled from.  [default: the checkpoint's]")
+@sampling_options
+@model_options
+def chat(
+    checkpoint: str,
+    system: str | None,
+    thinking: bool,
+    effort: str | None,
+    keep_thinking: bool,
+    max_new_tokens: int,
+    temperature: float | None,
+    top_p: float | None,
+    seed: int,
+    draft_tokens: int,
+    chunk: int,
+    stop: tuple[str, ...],
+    ignore_eos: bool,
+    dtype: str | None,
+    fp8: str,
+) -> None:
+    """Talk to the checkpoint in folder CHECKPOINT. Lines are read from standard input, so a file can be piped in."""
+    session = Session.open(checkpoint, dtype, fp8)
+    format_ = ChatFormat.load(Path(checkpoint), session.tokenizer)
+    session.console.print(f"chat format: {format_.source}. {HELP}", style="dim", soft_wrap=True)
+    start = [{"role": "system", "content": system}] if system else []
+    messages: list[dict[str, Any]] = list(start)
+    turn = 0
+    while (line := _read_line(session)) is not None:
+        if line == "/exit":
+            break
+        if line == "/new":
+            messages = list(start)
+            continue
+        if line == "/think":
+            thinking = not thinking
+            session.console.print(f"thinking {'on' if thinking else 'off'}", style="dim")
+            continue
+        if line.startswith("/"):
+            session.console.print(HELP, style="dim")
+            continue
+        messages.append({"role": "user", "content": line})
+        try:
+            prompt = format_.encode(
+                messages,
+                enable_thinking=thinking,
+                reasoning_effort=effort,
+                clear_thinking=False if keep_thinking else None,
+            )
+            generation = Generation(
+                session.params,
+                session.config,
+                [prompt],
+                max_new_tokens,
+                temperature=session.config.temperature if temperature is None else temperature,
+                top_p=session.config.top_p if top_p is None else top_p,
+                draft_tokens=draft_tokens,
+                seed=seed + turn,
+                stop_ids=() if ignore_eos else None,
+                chunk=chunk,
+            )
+        except InputError as error:
+            if turn == 0:
+                raise
+            messages.pop()
+            session.console.print(str(error), style="red", soft_wrap=True)
+            continue
+        messages.append(_answer(session, generation, stop, thinking))
+        turn += 1
+
+
+def _read_line(session: Session) -> str | None:
+    """A line that is not empty; None at the end."""
+    while True:
+        try:
+            line = session.console.input("[bold]> [/bold]" if session.console.is_terminal else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            return None
+        if line:
+            return line
+
+
+def _answer(session: Session, generation: Generation, stops: tuple[str, ...], thinking: bool) -> dict[str, Any]:
+    """Streams an answer, and returns it as a message with its reasoning apart."""
+    text = ""
+    try:
+        for _, piece in stream_texts(generation, session.tokenizer, 1, stops):
+            text += piece
+            write(piece)
+    except KeyboardInterrupt:
+        session.console.print("\nstopped", style="dim")
+    write("\n")
+    session.console.print(f"{figures_line(generation.figures)}; ended: {generation.reasons[0]}", style="dim")
+    if not thinking:
+        return {"role": "assistant", "content": text}
+    # The prompt opened the think block, so the text begins inside of it.
+    reasoning, closed, content = text.partition(END_OF_THINKING)
+    return {"role": "assistant", "content": content if closed else "", "reasoning_content": reasoning}

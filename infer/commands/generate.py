@@ -1,0 +1,67 @@
+"""`glm52 generate`: continues prompts as they are, without a chat format."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from infer.commands.session import Session, figures_line, model_options, sampling_options, stream_texts, write
+from infer.generation import Generation
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("checkpoint")
+@click.argument("prompts", nargs=-1, required=True, metavar="PROMPT...")
+@click.option("--max-new-tokens", "-n", type=click.IntRange(0), default=128, show_default=True)
+@click.option("--temperature", "-t", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus that is sampled from.")
+@click.option("--special", is_flag=True, help="Read special tokens such as <|user|> in the prompts as tokens.")
+@sampling_options
+@model_options
+def generate(
+    checkpoint: str,
+    prompts: tuple[str, ...],
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    special: bool,
+    seed: int,
+    draft_tokens: int,
+    chunk: int,
+    stop: tuple[str, ...],
+    ignore_eos: bool,
+    dtype: str | None,
+    fp8: str,
+) -> None:
+    """Continue each PROMPT with the checkpoint in folder CHECKPOINT; "-" is read from standard input.
+
+    Several prompts run as one batch. The text goes to standard output, figures to standard error.
+    """
+    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+    session = Session.open(checkpoint, dtype, fp8)
+    generation = Generation(
+        session.params,
+        session.config,
+        [session.tokenizer.encode(text, special=special) for text in texts],
+        max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        draft_tokens=draft_tokens,
+        seed=seed,
+        stop_ids=() if ignore_eos else None,
+        chunk=chunk,
+    )
+    pieces = stream_texts(generation, session.tokenizer, len(texts), stop)
+    if len(texts) == 1:
+        for _, piece in pieces:
+            write(piece)
+        write("\n")
+    else:
+        whole = [""] * len(texts)
+        for row, piece in pieces:
+            whole[row] += piece
+        for row, text in enumerate(whole):
+            write(f"--- prompt {row + 1}: {texts[row]!r} ({generation.reasons[row]})\n{text}\n")
+    ended = ", ".join(str(reason) for reason in generation.reasons)
+    session.console.print(f"{figures_line(generation.figures)}; ended: {ended}", style="dim", soft_wrap=True)

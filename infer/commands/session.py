@@ -1,0 +1,154 @@
+"""What the generating commands share: options, loading with progress, text as it comes, the line of figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from glm52_jax.checkpoint.load import load_with_report
+from glm52_jax.config import ModelConfig, load_config
+from glm52_jax.errors import InputError
+from glm52_jax.text import StopStrings, Tokenizer
+from infer.generation import STOP, Figures, Generation
+from infer.speculative import MAX_DRAFT_TOKENS
+
+Command = Callable[..., Any]
+
+
+def model_options(command: Command) -> Command:
+    """How to load the checkpoint."""
+    for option in (
+        click.option(
+            "--fp8",
+            type=click.Choice(["keep", "dequantize"]),
+            default="keep",
+            show_default=True,
+            help="FP8 weights stay codes and scales in memory, or become plain ones at load.",
+        ),
+        click.option(
+            "--dtype",
+            type=click.Choice(["bfloat16", "float32"]),
+            help="Type of the plain weights and of the computation.  [default: as stored]",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def sampling_options(command: Command) -> Command:
+    """How to choose tokens."""
+    for option in (
+        click.option("--ignore-eos", is_flag=True, help="Go on past the ids that end a text."),
+        click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; up to four times."),
+        click.option("--chunk", type=int, default=512, show_default=True, help="Prompt tokens a prefill step."),
+        click.option(
+            "--draft-tokens",
+            type=click.IntRange(0, MAX_DRAFT_TOKENS),
+            default=0,
+            show_default=True,
+            help="Drafts a step by the MTP layer; the result is the same.",
+        ),
+        click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampling."),
+    ):
+        command = option(command)
+    return command
+
+
+@dataclasses.dataclass
+class Session:
+    """A loaded checkpoint with its tokenizer."""
+
+    config: ModelConfig
+    params: dict[str, Any]
+    tokenizer: Tokenizer
+    console: Console  # for people, on standard error; text that was generated goes to standard output
+
+    @classmethod
+    def open(cls, checkpoint: str, dtype: str | None, fp8: str) -> Session:
+        """Loads a folder in the published layout; the tokenizer first, since it is quick to be refused."""
+        folder = Path(checkpoint)
+        if not folder.is_dir():
+            raise InputError(f"{checkpoint}: no such folder, expected a checkpoint in the published layout")
+        console = Console(stderr=True, highlight=False)
+        config = load_config(folder)
+        tokenizer = Tokenizer.load(folder)
+        if tokenizer.vocab_size > config.vocab_size:
+            raise InputError(
+                f"{folder / 'tokenizer.json'}: has {tokenizer.vocab_size} tokens, more than the {config.vocab_size} "
+                "rows of the embedding (vocab_size)"
+            )
+        return cls(config, load_with_progress(folder, config, dtype, fp8, console), tokenizer, console)
+
+
+def load_with_progress(
+    folder: Path, config: ModelConfig, dtype: str | None, fp8: str, console: Console
+) -> dict[str, Any]:
+    """`load_params` with a bar on a terminal; elsewhere a line when it is done."""
+    columns = TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("load", total=None)
+        params, report = load_with_report(
+            folder,
+            config,
+            dtype=dtype,
+            fp8=fp8,  # type: ignore[arg-type]
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    for note in report.notes:
+        console.print(note, style="yellow", soft_wrap=True)
+    console.print(f"loaded {report.tensors:,} tensors, {report.bytes / 1e6:,.1f} MB", style="dim")
+    return params
+
+
+def stream_texts(
+    generation: Generation, tokenizer: Tokenizer, rows: int, stops: Sequence[str], *, skip_special: bool = True
+) -> Iterator[tuple[int, str]]:
+    """(row, text) as it becomes certain: whole characters, and nothing of a stop string.
+
+    A row that meets a stop string is ended in `generation` too.
+    """
+    decoders = [tokenizer.stream(skip_special=skip_special) for _ in range(rows)]
+    filters = [StopStrings(stops) for _ in range(rows)]
+    for row, tokens in generation:
+        for token in tokens:
+            text, stopped = filters[row].push(decoders[row].push(token))
+            if text:
+                yield row, text
+            if stopped:
+                generation.end(row)
+                break
+    for row in range(rows):
+        if not filters[row].stopped:
+            last, stopped = filters[row].push(decoders[row].flush())
+            last += "" if stopped else filters[row].flush()
+            if filters[row].stopped:
+                generation.reasons[row] = STOP
+            if last:
+                yield row, last
+
+
+def write(text: str) -> None:
+    """Text to standard output at once, whatever its encoding."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def figures_line(figures: Figures) -> str:
+    """The line under a generation: tokens, rates without compilation, drafts that stood."""
+    parts = [f"{figures.prompt_tokens} prompt tokens", f"{figures.new_tokens} new"]
+    if figures.prefill_seconds:
+        parts.append(f"prefill {figures.prefill_tokens / figures.prefill_seconds:,.0f} tok/s")
+    if figures.decode_seconds:
+        parts.append(f"decode {figures.decode_tokens / figures.decode_seconds:,.1f} tok/s")
+    parts.append(f"first steps {figures.compile_seconds:.1f} s")
+    if figures.rounds:
+        shares = " ".join(f"{count / figures.rounds:.0%}" for count in figures.accepted)
+        parts.append(f"{figures.tokens_per_round:.2f} tokens a step, drafts accepted {shares}")
+    return "; ".join(parts)

@@ -1,0 +1,54 @@
+"""Small checkpoints, written once a session; a test that changes one takes a copy."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from glm52_jax.checkpoint.write import write_checkpoint
+from glm52_jax.config import ModelConfig
+from tests.checkpoint.builders import FP8, Folder, random_params, small_config
+
+
+@pytest.fixture(scope="session")
+def config() -> ModelConfig:
+    return small_config()
+
+
+@pytest.fixture(scope="session")
+def fp8_config(config: ModelConfig) -> ModelConfig:
+    return dataclasses.replace(config, quantization=FP8)
+
+
+@pytest.fixture(scope="session")
+def params(config: ModelConfig) -> dict[str, Any]:
+    return random_params(config)
+
+
+@pytest.fixture(scope="session")
+def plain_folder(tmp_path_factory: pytest.TempPathFactory, config: ModelConfig, params: dict[str, Any]) -> Folder:
+    """float32 in one file. Not to be changed."""
+    path = tmp_path_factory.mktemp("plain") / "checkpoint"
+    write_checkpoint(path, config, params)
+    return Folder(path)
+
+
+@pytest.fixture(scope="session")
+def fp8_folder(tmp_path_factory: pytest.TempPathFactory, fp8_config: ModelConfig, params: dict[str, Any]) -> Folder:
+    """float8 blocks in some shards with an index. Not to be changed."""
+    path = tmp_path_factory.mktemp("fp8") / "checkpoint"
+    write_checkpoint(path, fp8_config, params, shard_bytes=150_000)
+    return Folder(path)
+
+
+@pytest.fixture
+def plain(plain_folder: Folder, tmp_path: Path) -> Folder:
+    """A copy of `plain_folder`."""
+    return plain_folder.copy(tmp_path / "plain")
+
+
+@pytest.fixture
+def fp8(fp8_folder: Folder, tmp_path: Path) -> Folder:
+    """A copy of `fp8_folder`."""
+    return fp8_folder.copy(tmp_path / "fp8")
