@@ -60,8 +60,8 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> j
 
 def swiglu(x: jax.Array, gate_up: Weight, down: Weight) -> jax.Array:
     """`down(silu(gate(x)) * up(x))`; `x` `[..., embed]`, `gate_up` `[2, width, embed]`, `down` `[embed, width]`."""
-    both = einsum("...d,cfd->c...f", x, gate_up, dtype=jnp.float32)
-    return einsum("...f,df->...d", (jax.nn.silu(both[0]) * both[1]).astype(x.dtype), down)
+    both = einsum("...d,cfd->...cf", x, gate_up, dtype=jnp.float32)
+    return einsum("...f,df->...d", (jax.nn.silu(both[..., 0, :]) * both[..., 1, :]).astype(x.dtype), down)
 
 
 @flax.struct.dataclass

@@ -16,9 +16,12 @@ stored; the draft (MTP) layer, which `transformers` has not, is `DraftLayer` bel
     mtp_topk                    int32 [rows, length, index_topk], its selection, like `topk`
     mtp_draft                   int32 [rows, 3], the chain of drafts after greedy[0]; where the config has
                                 `index_share_for_mtp_iteration`, later steps attend to what the first one selected
+    bfloat16_error              float32 [layers + 1], median relative error of `hidden` when the reference runs in bfloat16
 
-Every choice in a case (top-k of the indexers, experts, greedy tokens) is clear by `MARGIN`: seeds are tried in turn
-until one gives such a case. A case is a function of its name, so running the script again gives the same files.
+Every choice in a case (top-k of the indexers, experts, greedy tokens) is clear by `MARGIN`, and most are clear enough
+for bfloat16: the reference itself, run in bfloat16, makes the same choices in all but `LOW_PRECISION` of the rows.
+Seeds are tried in turn until one gives such a case. A case is a function of its name, so running the script again gives the
+same files.
 
 Needs: the extra `oracle` of the project. Usage: python tests/oracle/make_cases.py [--out FOLDER] [NAME ...]
 """
@@ -51,6 +54,8 @@ else:  # run as a script
     from recipes import BLOCK, RECIPES, Recipe, published_config
 
 MARGIN = 3e-5
+LOW_PRECISION, LOW_PRECISION_COSINE = 0.015, 0.9995
+TRIES = 1000
 DRAFTS = 3
 FLOAT8_MAX = 448.0
 
@@ -165,7 +170,7 @@ def random_weight(name: str, shape: torch.Size, recipe: Recipe, config: dict[str
         return 0.3 * noise
     if name.endswith("embed_tokens.weight"):
         return noise
-    gain = 0.7 if re.search(r"(o_proj|down_proj)(\.weight)?$", name) else 1.4
+    gain = 0.2 if re.search(r"(o_proj|down_proj)(\.weight)?$", name) else 1.0
     weight = noise * (gain / math.sqrt(shape[-1]))
     if name.endswith("q_a_proj.weight"):
         weight *= recipe.latent_gain
@@ -318,8 +323,8 @@ def golden(
 
 
 @torch.no_grad()
-def attempt(recipe: Recipe, seed: int) -> tuple[float, dict[str, Any], dict[str, torch.Tensor], dict[str, Any]]:
-    """One case by seed: its smallest margin, config, stored tensors and golden values."""
+def attempt(recipe: Recipe, seed: int) -> tuple[bool, dict[str, Any], dict[str, torch.Tensor], dict[str, Any]]:
+    """A case by seed: whether its choices are clear, its config, stored tensors and golden values."""
     g = torch.Generator().manual_seed(seed)
     config = published_config(recipe)
     trunk = GlmMoeDsaForCausalLM(torch_config(config)).eval().float()
@@ -344,8 +349,32 @@ def attempt(recipe: Recipe, seed: int) -> tuple[float, dict[str, Any], dict[str,
     ids = torch.where(real, ids, config["pad_token_id"])
     with Margins() as margins:
         values = golden(trunk, draft, config, recipe, ids, real)
+    changed, cosine, values["bfloat16_error"] = run_in_bfloat16(trunk, ids, real, values)
+    clear = margins.smallest >= MARGIN and changed <= LOW_PRECISION and cosine >= LOW_PRECISION_COSINE
     arrays = {k: v.numpy().astype(np.float32 if v.is_floating_point() else np.int32) for k, v in values.items()}
-    return margins.smallest, config, files, arrays
+    return clear, config, files, arrays
+
+
+def run_in_bfloat16(
+    trunk: GlmMoeDsaForCausalLM, ids: torch.Tensor, real: torch.Tensor, values: dict[str, torch.Tensor]
+) -> tuple[float, float, torch.Tensor]:
+    """The reference in bfloat16 against itself in float32.
+
+    Returns the share of rows whose selection or experts change (the larger of the two), the cosine of the logits, and
+    by layer the median over tokens of the relative error of the residual stream.
+    """
+    for name, parameter in trunk.named_parameters():
+        if not name.endswith(("mlp.gate.weight", "indexer.weights_proj.weight")):  # float32 in the reference
+            parameter.data = parameter.data.bfloat16()
+    with recorded(trunk) as seen:
+        logits = run_trunk(trunk, ids, real)[real].double().flatten()
+    topk = torch.stack([columns(selected(t, causal(real)), values["topk"].shape[-1]) for t in seen["topk"]])
+    experts = torch.stack(seen["experts"]).sort(-1).values
+    changed = (topk != values["topk"]).any(-1)[:, real], (experts != values["experts"]).any(-1)[:, real.flatten()]
+    exact = values["hidden"][:, real]
+    errors = (torch.stack(seen["hidden"]).float()[:, real] - exact).norm(dim=-1) / exact.norm(dim=-1)
+    cosine = functional.cosine_similarity(logits, values["logits"][real].double().flatten(), dim=0)
+    return max(rows.float().mean().item() for rows in changed), cosine.item(), errors.median(-1).values
 
 
 def write(folder: Path, config: dict[str, Any], files: dict[str, torch.Tensor], arrays: Any, shards: int) -> None:
@@ -365,14 +394,14 @@ def write(folder: Path, config: dict[str, Any], files: dict[str, torch.Tensor], 
     (folder / "model.safetensors.index.json").write_text(json.dumps(index) + "\n")
 
 
-def make(recipe: Recipe, folder: Path, seed: int) -> tuple[int, float]:
-    """Writes a case; returns the seed that gave clear choices, the first from `seed` on, and the smallest margin."""
-    for number in range(seed, seed + 200):
-        margin, *content = attempt(recipe, number)
-        if margin >= MARGIN:
+def make(recipe: Recipe, folder: Path, seed: int) -> int:
+    """Writes a case; returns the seed that gave clear choices, the first from `seed` on."""
+    for number in range(seed, seed + TRIES):
+        clear, *content = attempt(recipe, number)
+        if clear:
             write(folder, *content, shards=recipe.shards)
-            return number, margin
-    raise RuntimeError(f"no seed from {seed} to {seed + 199} gives a case whose choices are clear by {MARGIN}")
+            return number
+    raise RuntimeError(f"no seed from {seed} to {seed + TRIES - 1} gives a case whose choices are clear")
 
 
 def main() -> None:
@@ -381,9 +410,9 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(RECIPES))
     args = parser.parse_args()
     for name in args.names or RECIPES:
-        seed, margin = make(RECIPES[name], args.out / name, zlib.crc32(name.encode()) % 10_000)
+        seed = make(RECIPES[name], args.out / name, zlib.crc32(name.encode()))
         size = sum(f.stat().st_size for f in (args.out / name).iterdir())
-        print(f"{name}: seed {seed}, smallest margin {margin:.1e}, {size / 1e3:.0f} kB")
+        print(f"{name}: seed {seed}, {size / 1e3:.0f} kB")
 
 
 if __name__ == "__main__":

@@ -27,11 +27,20 @@ def index_scores_reference(
     def scores(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         q, w, position = part
         dots = jnp.einsum("bshd,btd->bsht", q.astype(jnp.float32), context, precision=jax.lax.Precision.HIGHEST)
-        total = jnp.sum(w[..., None] * jax.nn.relu(dots), axis=2)
-        seen = jnp.arange(context.shape[1]) <= position[..., None]
-        return jnp.where(seen & ~jnp.isnan(total), total + 0.0, -jnp.inf)
+        return mask_scores(jnp.sum(w[..., None] * jax.nn.relu(dots), axis=2), position)
 
     return map_tokens(scores, (queries, head_weights, positions), block)
+
+
+def mask_scores(scores: jax.Array, positions: jax.Array) -> jax.Array:
+    """Minus infinity after each query's own position and for NaN, and +0.0 for -0.0.
+
+    Args:
+        scores: float32 `[..., tokens, capacity]`.
+        positions: int32 `[..., tokens]`, -1 for padding.
+    """
+    seen = jnp.arange(scores.shape[-1]) <= positions[..., None]
+    return jnp.where(seen & ~jnp.isnan(scores), scores + 0.0, -jnp.inf)
 
 
 def map_tokens(function, parts, block: int):  # noqa: ANN001, ANN201

@@ -5,9 +5,10 @@ from __future__ import annotations
 import jax
 
 from glm52_jax.kernels import form
+from glm52_jax.kernels.masked_attention.cpu import masked_attention_tiled
 from glm52_jax.kernels.masked_attention.reference import masked_attention_reference
 
-_FORMS = {"reference": masked_attention_reference}
+_FORMS = {"reference": masked_attention_reference, "cpu": masked_attention_tiled}
 
 
 def masked_attention(

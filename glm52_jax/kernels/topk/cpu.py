@@ -28,7 +28,14 @@ def topk_mask_bisect(scores: jax.Array, k: int) -> jax.Array:
 
     # The largest threshold that still leaves k scores at or above it: the k-th best score.
     threshold = jax.lax.fori_loop(0, 32, refine, jnp.zeros(scores.shape[:-1], jnp.uint32))[..., None]
-    above = image > threshold
-    equal = (image == threshold) & (image > lowest)
-    room = k - jnp.sum(above, axis=-1, dtype=jnp.int32, keepdims=True)
-    return (above & (image > lowest)) | (equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= room))
+    threshold = jnp.maximum(threshold, lowest + 1)  # with fewer than k scores to choose from, all of them
+    chosen = image >= threshold
+
+    def cut_ties(chosen: jax.Array) -> jax.Array:
+        above = image > threshold
+        room = k - jnp.sum(above, axis=-1, dtype=jnp.int32, keepdims=True)
+        return above | (chosen & (jnp.cumsum(chosen & ~above, axis=-1, dtype=jnp.int32) <= room))
+
+    # Ties at the threshold are rare, and ordering them costs as much as finding it.
+    tied = jnp.any(jnp.sum(chosen, axis=-1, dtype=jnp.int32) > k)
+    return jax.lax.cond(tied, cut_ties, lambda chosen: chosen, chosen)
