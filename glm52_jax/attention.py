@@ -18,7 +18,7 @@ from glm52_jax.cache import Cache, context_rows
 from glm52_jax.config import ModelConfig
 from glm52_jax.kernels.masked_attention.api import masked_attention
 from glm52_jax.kernels.sparse_mla.api import sparse_mla
-from glm52_jax.primitives import Rotary, einsum, rms_norm
+from glm52_jax.primitives import Rotary, einsum, linear, rms_norm
 from glm52_jax.selection import Selection
 
 
@@ -40,10 +40,10 @@ class Projected(NamedTuple):
 
 def project(weights: dict[str, Any], config: ModelConfig, x: jax.Array, rotary: Rotary) -> Projected:
     """Queries and latent row of normalised hidden states `x` `[batch, tokens, embed]`."""
-    q_latent = _biased(einsum("bsd,qd->bsq", x, weights["q_a"]), weights.get("q_a_bias"))
+    q_latent = _biased(linear(x, weights["q_a"]), weights.get("q_a_bias"))
     q_latent = rms_norm(q_latent, weights["q_a_norm"], config.latent_norm_eps)
-    q = einsum("bsq,hnq->bshn", q_latent, weights["q_b"])
-    kv = _biased(einsum("bsd,rd->bsr", x, weights["kv_a"]), weights.get("kv_a_bias"))
+    q = linear(q_latent, weights["q_b"])
+    kv = _biased(linear(x, weights["kv_a"]), weights.get("kv_a_bias"))
     latent = rms_norm(kv[..., : config.kv_lora_rank], weights["kv_a_norm"], config.latent_norm_eps)
     k_rope = rotary.rotate(kv[..., config.kv_lora_rank :], interleave=config.rope_interleave)
     return Projected(
@@ -79,7 +79,7 @@ def attend(
     """
     form = _expanded if expanded else _absorbed
     values = form(weights, config, projected, cache, layer, positions, selection, backend)
-    return _biased(einsum("bshv,dhv->bsd", values, weights["o"]), weights.get("o_bias"))
+    return _biased(linear(values, weights["o"], dims=2), weights.get("o_bias"))
 
 
 def _absorbed(
@@ -123,12 +123,12 @@ def _expanded(
     rows = context_rows(cache.latent, layer, cache.page_table, jnp.max(positions, axis=1) + 1)
     rows = rows.astype(projected.row.dtype)
     latent, k_rope = rows[..., : config.kv_lora_rank], rows[..., config.kv_lora_rank :]
-    k_nope = einsum("btr,hnr->bthn", latent, weights["k_up"])
+    k_nope = linear(latent, weights["k_up"])
     k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k_nope.shape[:3], k_rope.shape[-1]))
     return masked_attention(
         jnp.concatenate([projected.q_nope, projected.q_rope], axis=-1),
         jnp.concatenate([k_nope, k_rope], axis=-1),
-        einsum("btr,hvr->bthv", latent, weights["v_up"]),
+        linear(latent, weights["v_up"]),
         positions,
         selection.mask,
         config.qk_head_dim**-0.5,

@@ -192,9 +192,8 @@ def block(
 def _dense_mlp(
     params: dict[str, Any], config: ModelConfig, layer: Ordinal, x: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    weights = take(params["dense"], layer)
     none = jnp.full((x.shape[0] * x.shape[1], config.num_experts_per_tok), -1, jnp.int32)
-    return swiglu(x, weights["gate_up"], weights["down"]), none
+    return swiglu(x, params["dense"]["gate_up"], params["dense"]["down"], layer), none
 
 
 def _choose(flag: Flag, if_true: Callable, if_false: Callable, *operands: Any) -> Any:

@@ -15,7 +15,7 @@ from glm52_jax.cache import Cache
 from glm52_jax.config import ModelConfig
 from glm52_jax.kernels.index_scores.api import index_scores
 from glm52_jax.kernels.topk.api import topk_indices, topk_mask
-from glm52_jax.primitives import Rotary, einsum, layer_norm
+from glm52_jax.primitives import Rotary, layer_norm, linear
 from glm52_jax.selection import Selection
 
 K_NORM_EPS = 1e-6  # a LayerNorm with its own epsilon, in every implementation; no config field
@@ -23,20 +23,20 @@ K_NORM_EPS = 1e-6  # a LayerNorm with its own epsilon, in every implementation; 
 
 def index_keys(weights: dict[str, Any], config: ModelConfig, x: jax.Array, rotary: Rotary) -> jax.Array:
     """Index keys `[batch, tokens, index_head_dim]`, float32, of normalised hidden states `x`."""
-    keys = einsum("bsd,wd->bsw", x, weights["k"], dtype=jnp.float32)
+    keys = linear(x, weights["k"], dtype=jnp.float32)
     keys = layer_norm(keys, weights["k_norm"], weights["k_norm_bias"], K_NORM_EPS)
     return _rotate_first(config, keys, rotary)
 
 
 def index_queries(weights: dict[str, Any], config: ModelConfig, q_latent: jax.Array, rotary: Rotary) -> jax.Array:
     """Index queries `[batch, tokens, index_n_heads, index_head_dim]`, float32, of the normalised query latent."""
-    return _rotate_first(config, einsum("bsq,hwq->bshw", q_latent, weights["q_b"], dtype=jnp.float32), rotary)
+    return _rotate_first(config, linear(q_latent, weights["q_b"], dtype=jnp.float32), rotary)
 
 
 def head_weights(weights: dict[str, Any], config: ModelConfig, x: jax.Array) -> jax.Array:
     """float32 `[batch, tokens, index_n_heads]`: weight of each head, with the scales of heads and width folded in."""
     scale = config.index_n_heads**-0.5 * config.index_head_dim**-0.5
-    return einsum("bsd,hd->bsh", x.astype(jnp.float32), weights["weights"]) * scale
+    return linear(x.astype(jnp.float32), weights["weights"]) * scale
 
 
 def select(

@@ -19,7 +19,7 @@ from glm52_jax.block import Forms, LayerPlace, block
 from glm52_jax.cache import Cache
 from glm52_jax.config import SPARSE, ModelConfig
 from glm52_jax.errors import InputError
-from glm52_jax.primitives import Rotary, einsum, rms_norm
+from glm52_jax.primitives import Rotary, linear, rms_norm
 from glm52_jax.selection import Selection
 
 Params = dict[str, Any]
@@ -101,7 +101,7 @@ def scan_layers(body: Any, start: Any, plan: LayerPlace, unroll: int) -> Any:
 
 def head(params: Params, hidden: jax.Array) -> jax.Array:
     """float32 logits `[..., vocab]` of hidden states after the final norm."""
-    return einsum("...d,vd->...v", hidden, params["head"], dtype=jnp.float32)
+    return linear(hidden, params["head"], dtype=jnp.float32)
 
 
 def compute_dtype(params: Params) -> jnp.dtype:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from glm52_jax.config import ModelConfig
 from glm52_jax.kernels.experts.api import routed_experts
-from glm52_jax.primitives import einsum, swiglu, take
+from glm52_jax.primitives import linear, swiglu, take
 
 
 def route(
@@ -31,7 +31,7 @@ def route(
         experts: int32 `[tokens, num_experts_per_tok]`, -1 for padding.
         gates: float32 of the same shape, zero for padding.
     """
-    scores = jax.nn.sigmoid(einsum("nd,ed->ne", x.astype(jnp.float32), weight.astype(jnp.float32)))
+    scores = jax.nn.sigmoid(linear(x.astype(jnp.float32), weight.astype(jnp.float32)))
     ranked = _within_best_groups(scores + bias, config)
     _, experts = jax.lax.top_k(ranked, config.num_experts_per_tok)
     gates = jnp.take_along_axis(scores, experts, axis=-1)
@@ -70,5 +70,5 @@ def moe(
     router, bias = take((stack["router"], stack["router_bias"]), layer)
     experts, gates = route(router, bias, config, flat, real.reshape(-1))
     routed = routed_experts(flat, experts, gates, stack["gate_up"], stack["down"], layer, backend=backend)
-    shared = swiglu(flat, *take((stack["shared_gate_up"], stack["shared_down"]), layer))
+    shared = swiglu(flat, stack["shared_gate_up"], stack["shared_down"], layer)
     return (routed + shared.astype(jnp.float32)).astype(x.dtype).reshape(x.shape), experts

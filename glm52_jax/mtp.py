@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from glm52_jax.block import Forms, LayerPlace, block
 from glm52_jax.cache import Cache
 from glm52_jax.config import ModelConfig
-from glm52_jax.primitives import Rotary, einsum, rms_norm
+from glm52_jax.primitives import Rotary, linear, rms_norm
 from glm52_jax.selection import Selection
 
 
@@ -54,7 +54,7 @@ def advance(
         ],
         axis=-1,
     )
-    x = einsum("bsc,dc->bsd", x, weights["project"])
+    x = linear(x, weights["project"])
     rotary = Rotary.at(positions, config.qk_rope_head_dim, config.rope_theta)
     place = LayerPlace.of_mtp(config, own_selection=selection is None)
     if selection is None:
@@ -65,7 +65,7 @@ def advance(
 
 def logits(params: dict[str, Any], hidden: jax.Array) -> jax.Array:
     """float32 `[..., vocab]` of the layer's output, by the model's own head unless the file has another."""
-    return einsum("...d,vd->...v", hidden, params["mtp"].get("head", params["head"]), dtype=jnp.float32)
+    return linear(hidden, params["mtp"].get("head", params["head"]), dtype=jnp.float32)
 
 
 def embed(table: jax.Array, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -6,6 +6,7 @@ HIGHEST precision, since a TPU would otherwise multiply it in bfloat16; low-prec
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeVar
 
 import flax.struct
@@ -19,12 +20,15 @@ Tree = TypeVar("Tree")
 
 
 def take(stack: Tree, *index: Any) -> Tree:
-    """One layer (or one expert of one layer) of every array in `stack`; an index may be traced."""
+    """One layer (or the gate of one expert of one layer) of every array in `stack`; an index may be traced.
+
+    All indices are taken in one slice: XLA does not join a slice of a slice, and would copy the larger one too.
+    """
 
     def one(array: jax.Array) -> jax.Array:
-        for i in index:
-            array = jax.lax.dynamic_index_in_dim(array, i, 0, keepdims=False)
-        return array
+        rest = array.shape[len(index) :]
+        part = jax.lax.dynamic_slice(array, (*index, *[0] * len(rest)), (*[1] * len(index), *rest))
+        return part.reshape(rest)
 
     return jax.tree.map(one, stack)
 
@@ -43,6 +47,26 @@ def einsum(equation: str, x: jax.Array, weight: Weight, *, dtype: Any = None) ->
     ).astype(dtype)
 
 
+def linear(x: jax.Array, weight: Weight, *, dims: int = 1, dtype: Any = None) -> jax.Array:
+    """`x` times a weight in the published `[out, in]` orientation, as one plain matrix product.
+
+    Args:
+        x: `[..., *in]`.
+        weight: `[*out, *in]`.
+        dims: number of dimensions of `in`.
+        dtype: of the result, by default that of `x`.
+
+    Returns:
+        `[..., *out]`. A product over several dimensions at once would have the weight transposed first on the CPU.
+    """
+    weight = plain(weight, x.dtype)
+    out, inner = weight.shape[: weight.ndim - dims], weight.shape[weight.ndim - dims :]
+    lead = x.shape[: x.ndim - dims]
+    width = math.prod(inner)
+    product = einsum("nk,mk->nm", x.reshape(-1, width), weight.reshape(-1, width), dtype=dtype)
+    return product.reshape(*lead, *out)
+
+
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """Root-mean-square norm over the last dimension, in float32; the result has the dtype of `x`."""
     values = x.astype(jnp.float32)
@@ -58,10 +82,18 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> j
     return values * scale.astype(jnp.float32) + bias.astype(jnp.float32)
 
 
-def swiglu(x: jax.Array, gate_up: Weight, down: Weight) -> jax.Array:
-    """`down(silu(gate(x)) * up(x))`; `x` `[..., embed]`, `gate_up` `[2, width, embed]`, `down` `[embed, width]`."""
-    both = einsum("...d,cfd->...cf", x, gate_up, dtype=jnp.float32)
-    return einsum("...f,df->...d", (jax.nn.silu(both[..., 0, :]) * both[..., 1, :]).astype(x.dtype), down)
+def swiglu(x: jax.Array, gate_up: Weight, down: Weight, *index: Any) -> jax.Array:
+    """`down(silu(gate(x)) * up(x))`, the MLP of a layer or of one expert.
+
+    Args:
+        x: `[..., embed]`.
+        gate_up: stack `[..., 2, width, embed]`.
+        down: stack `[..., embed, width]`.
+        index: which MLP of the stacks, an index for each of their leading dimensions.
+    """
+    gate = linear(x, take(gate_up, *index, 0), dtype=jnp.float32)
+    up = linear(x, take(gate_up, *index, 1), dtype=jnp.float32)
+    return linear((jax.nn.silu(gate) * up).astype(x.dtype), take(down, *index))
 
 
 @flax.struct.dataclass

@@ -78,7 +78,7 @@ class PublishedCheckpoint:
 
     Attributes:
         where: the file of each tensor.
-        unused: safetensors files of the folder that the index does not name.
+        unused: safetensors files of the folder that are no part of the checkpoint.
 
     Raises:
         InputError: a file is missing or damaged, the index disagrees with the files, a tensor is in two of them.
@@ -104,7 +104,10 @@ class PublishedCheckpoint:
         Raises:
             InputError: naming the first tensor at fault, what was found and what was expected.
         """
-        notes = [f"{file} is not used, since {INDEX_FILE} does not name it" for file in self.unused]
+        reason = (
+            f"{INDEX_FILE} does not name it" if INDEX_FILE in self._listed else f"without an index {SINGLE_FILE} is all"
+        )
+        notes = [f"{file} is not used, since {reason}" for file in self.unused]
         config, absent = self._with_what_is_here(config)
         tensors: dict[str, Stored] = {}
         missing: list[Tensor] = []

@@ -35,7 +35,8 @@ def write_checkpoint(
 
     Tensors are stored in `config.dtype`, the router's correction bias in float32. Where `config.quantization` is set,
     those that the parameter table marks are stored in float8 blocks: weights that are quantised so already as they are,
-    others quantised here. `config.json` then lists every module that is not, whatever the list of `config` says.
+    others quantised here (`kv_b_proj` is always one of them, since it is computed with in plain form). `config.json`
+    then lists every module that is not, whatever the list of `config` says.
 
     Every file is written under a temporary name and renamed when it is whole, weights first, then the index, then
     `config.json`: a folder without it is not finished. One tensor at a time is in memory, beside the one layer of a
@@ -210,7 +211,7 @@ class _Source:
         leaf = self._layer(param, ordinal)
         if isinstance(leaf, BlockQuantized) and leaf.block == quantization.block:
             codes, scales = _matrices(leaf)
-            return codes[piece.number], scales[piece.number]
+            return codes[piece.number], scales[piece.number].astype(np.float32)
         values = self._plain(piece).astype(np.float32).reshape(piece.tensor.shape)
         if not np.isfinite(values).all():
             raise InputError(f"params: {param.path} is not finite in {name}, so it has no scale to be quantised with")

@@ -357,6 +357,12 @@ def test_a_file_that_the_index_does_not_name_is_noted(fp8: Folder):
     assert note == "older.safetensors is not used, since model.safetensors.index.json does not name it"
 
 
+def test_a_shard_without_an_index_beside_the_single_file_is_noted(plain: Folder):
+    plain.write("model-00001-of-00002.safetensors", {"model.norm.weight": np.zeros(64, np.float32)})
+    (note,) = load_with_report(plain.path)[1].notes
+    assert note == "model-00001-of-00002.safetensors is not used, since without an index model.safetensors is all"
+
+
 def test_weights_that_are_partly_excepted_from_float8_are_loaded_plain(
     tmp_path: Path, fp8_config: ModelConfig, params: dict[str, Any]
 ):

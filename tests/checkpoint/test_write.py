@@ -217,6 +217,7 @@ def test_what_is_interrupted_is_not_taken_for_whole(
     for given in (None, fp8_config):
         with pytest.raises(InputError, match=r"holds neither|no such file"):
             load_params(tmp_path / "c", given)
+    monkeypatch.undo()
     if left:  # and what is left is not overwritten in part
         with pytest.raises(InputError, match="expected a folder without a checkpoint, not even a part of one"):
             write_checkpoint(tmp_path / "c", fp8_config, params)

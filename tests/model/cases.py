@@ -7,11 +7,10 @@ variable `GLM52_CASES` names another folder of cases to run through the same tes
 import dataclasses
 import os
 from collections.abc import Iterator
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -44,7 +43,9 @@ class Case:
     def config(self) -> ModelConfig:
         """The published config with the epsilon that the reference ran with, which no published field says."""
         epsilon = float(self.golden["latent_norm_eps"])
-        return dataclasses.replace(load_config(self.folder), latent_norm_eps=float(np.format_float_scientific(epsilon, 3)))
+        return dataclasses.replace(
+            load_config(self.folder), latent_norm_eps=float(np.format_float_scientific(epsilon, 3))
+        )
 
     @property
     def tokens(self) -> np.ndarray:
@@ -71,7 +72,9 @@ class Case:
     @cached_property
     def unused_token(self) -> int:
         """A token that the case never uses for real, so that its embedding may be spoiled."""
-        used = {int(t) for name in ("input_ids", "greedy", "mtp_draft") for t in self.golden.get(name, np.zeros(0)).flat}
+        used = {
+            int(t) for name in ("input_ids", "greedy", "mtp_draft") for t in self.golden.get(name, np.zeros(0)).flat
+        }
         return next(t for t in reversed(range(self.config.vocab_size)) if t not in used - self._padding())
 
     def _padding(self) -> set[int]:
@@ -93,12 +96,12 @@ class Case:
         return params | {"embed": params["embed"].at[self.unused_token].set(jnp.nan)}
 
 
-@lru_cache(maxsize=None)
+@cache
 def _params(case: Case, dtype: jnp.dtype, fp8: str) -> dict[str, Any]:
     return load_params(case.folder, case.config, dtype=dtype, fp8=fp8)
 
 
-@lru_cache(maxsize=None)
+@cache
 def all_cases() -> dict[str, Case]:
     """Every case by name; those of `GLM52_CASES` under `other-NAME`."""
     found = {path.name: Case(path.name, path) for path in _folders(FOLDER)}
@@ -125,7 +128,9 @@ class Run:
     def of(cls, trace: Any) -> "Run":
         """From `glm52_jax.trace`."""
         arrays = (trace.logits, trace.hidden, trace.topk, trace.experts, trace.mtp_logits)
-        return cls(*(None if a is None else np.asarray(a, a.dtype if a.dtype == jnp.int32 else np.float32) for a in arrays))
+        return cls(
+            *(None if a is None else np.asarray(a, a.dtype if a.dtype == jnp.int32 else np.float32) for a in arrays)
+        )
 
 
 def figures(case: Case, run: Run) -> dict[str, float]:
@@ -206,5 +211,3 @@ def _cosine(mine: np.ndarray, theirs: np.ndarray, real: np.ndarray) -> float:
 
 def sparse_layers(config: ModelConfig) -> np.ndarray:
     return np.flatnonzero([kind == SPARSE for kind in config.mlp_layer_types])
-
-

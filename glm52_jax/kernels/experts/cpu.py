@@ -11,7 +11,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from glm52_jax.primitives import swiglu, take
+from glm52_jax.primitives import swiglu
 from glm52_jax.quant import Weight
 
 _LARGEST_TILE = 256
@@ -39,7 +39,7 @@ def routed_experts_tiled(
         expert = jnp.searchsorted(first, number, side="right") - 1
         row = starts[expert] + (number - first[expert]) * tile
         inputs = jnp.take(x, jax.lax.dynamic_slice(token_of, (row,), (tile,)), axis=0)
-        result = swiglu(inputs, take(gate_up, layer, expert), take(down, layer, expert))
+        result = swiglu(inputs, gate_up, down, layer, expert)
         # Rows past this expert's last are overwritten by the next expert's tile, which comes later.
         return jax.lax.dynamic_update_slice(outputs, result.astype(jnp.float32), (row, 0))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from glm52_jax.primitives import swiglu, take
+from glm52_jax.primitives import swiglu
 from glm52_jax.quant import Weight
 
 
@@ -22,7 +22,7 @@ def routed_experts_reference(
 
     def add(total: jax.Array, expert: jax.Array) -> tuple[jax.Array, None]:
         chosen = experts == expert
-        out = swiglu(x, take(gate_up, layer, expert), take(down, layer, expert)).astype(jnp.float32)
+        out = swiglu(x, gate_up, down, layer, expert).astype(jnp.float32)
         gate = jnp.sum(jnp.where(chosen, gates, 0.0), axis=-1, keepdims=True)
         # `where`, not a product: a padding token may hold NaN.
         return total + jnp.where(jnp.any(chosen, axis=-1, keepdims=True), gate * out, 0.0), None

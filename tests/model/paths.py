@@ -1,0 +1,209 @@
+"""Running a case through the cache, chunk by chunk, with everything around it made hostile.
+
+Slots that were never written hold NaN, pages are dealt out in random order, padding stands on either side of a row's
+tokens and has embeddings of NaN, rows take unequal numbers of tokens in a step, and sometimes none.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from glm52_jax import model, mtp
+from glm52_jax.block import Forms
+from glm52_jax.cache import Cache
+from glm52_jax.config import ModelConfig
+from tests.model.cases import Case, Run, sparse_layers
+
+
+class Seen(NamedTuple):
+    """What one step shows."""
+
+    logits: jax.Array
+    hidden: jax.Array
+    layers: model.LayerTrace
+    mtp_state: jax.Array | None
+    mtp_logits: jax.Array | None
+    mtp_selection: Any
+
+
+def one_step(
+    params: dict, config: ModelConfig, tokens: Any, following: Any, positions: Any, cache: Cache, forms: Forms
+) -> tuple[Seen, Cache]:
+    """The model over one chunk, and the draft layer, where there is one, over the same chunk."""
+    hidden, cache, layers = model.extend(params, config, tokens, positions, cache, forms, traced=True)
+    state = logits = selection = None
+    if "mtp" in params:
+        state, cache, selection = mtp.advance(params, config, hidden, following, positions, cache, forms)
+        logits = mtp.logits(params, state)
+    return Seen(model.head(params, hidden), hidden, layers, state, logits, selection), cache
+
+
+def draft_step(
+    params: dict,
+    config: ModelConfig,
+    state: Any,
+    token: Any,
+    positions: Any,
+    cache: Cache,
+    forms: Forms,
+    selection: Any,
+) -> tuple[jax.Array, jax.Array, Cache, Any]:
+    """One draft: its logits, the state for the next one, the cache, the selection used."""
+    state, cache, selection = mtp.advance(params, config, state, token, positions, cache, forms, selection=selection)
+    return mtp.logits(params, state), state, cache, selection
+
+
+def compiled(function: Any) -> Any:
+    """A jitted function of its own: what is patched now is what it traces."""
+    return jax.jit(partial(function), static_argnames=("config", "forms"))
+
+
+STEP, DRAFT_STEP = compiled(one_step), compiled(draft_step)
+
+
+def hostile_cache(
+    config: ModelConfig,
+    batch: int,
+    capacity: int,
+    page_size: int,
+    *,
+    dtype: Any = jnp.float32,
+    fill: float = np.nan,
+    seed: int = 0,
+) -> Cache:
+    """A cache whose slots hold `fill`, with spare pages, and pages dealt out in random order."""
+    cache = Cache.create(config, batch, capacity, dtype=dtype, page_size=page_size)
+    used, spare = cache.page_table.size, 3
+    order = np.random.default_rng(seed).permutation(used + spare)[:used]
+
+    def spoiled(stack: jax.Array) -> jax.Array:
+        return jnp.full((stack.shape[0], used + spare, *stack.shape[2:]), fill, stack.dtype)
+
+    table = jnp.asarray(order.reshape(cache.page_table.shape), jnp.int32)
+    return Cache(spoiled(cache.latent), spoiled(cache.index_keys), table)
+
+
+def chunks(lengths: np.ndarray, size: int) -> list[np.ndarray]:
+    """Tokens of each row in each step, at most `size`: unequal among rows, none where it is a row's turn to pause."""
+    done, steps = np.zeros_like(lengths), []
+    while (done < lengths).any():
+        turn = len(steps) + np.arange(len(lengths))
+        counts = np.where(turn % 4 == 1, 0, size - turn % 2 * (size // 3))
+        steps.append(np.minimum(counts, lengths - done))
+        done = done + steps[-1]
+    return steps
+
+
+def pad(rows: list[np.ndarray], width: int, fill: Any, *, left: np.ndarray) -> np.ndarray:
+    """`[rows, width]` int32, each row's tokens on the left or on the right of its padding, which takes from `fill`."""
+    out = np.resize(np.asarray(fill, np.int32), (len(rows), width))
+    for row, (tokens, padded_left) in enumerate(zip(rows, left, strict=True)):
+        out[row, slice(width - len(tokens), None) if padded_left else slice(len(tokens))] = tokens
+    return out
+
+
+class Walk:
+    """The rows of a case on their way through the cache; collects what every step shows."""
+
+    def __init__(
+        self, case: Case, params: dict, *, page_size: int, room: int = 0, fill: float = np.nan, step: Any = STEP
+    ):
+        self.case, self.config, self.params, self.step = case, case.config, params, step
+        batch, length = case.tokens.shape
+        dtype = model.compute_dtype(params)
+        self.cache = hostile_cache(self.config, batch, length + room, page_size, dtype=dtype, fill=fill)
+        self.done = np.zeros(batch, int)
+        layers, width = self.config.num_hidden_layers, self.config.hidden_size
+        shape, vocab = (batch, length), self.config.vocab_size
+        self.logits = np.zeros((*shape, vocab), np.float32)
+        self.hidden = np.zeros((layers + 1, *shape, width), np.float32)
+        self.topk = np.full((layers, *shape, case.k), -1, np.int32)
+        self.experts = np.full((layers, *shape, self.config.num_experts_per_tok), -1, np.int32)
+        self.mtp_logits = np.zeros((*shape, vocab), np.float32) if "mtp" in params else None
+        self.mtp_topk = np.full((*shape, case.k), -1, np.int32) if "mtp" in params else None
+
+    def run(self, size: int, forms: Forms, upto: np.ndarray | None = None) -> "Walk":
+        """Takes every row to its length, or to `upto`, in steps of at most `size` tokens."""
+        goal = self.case.lengths if upto is None else upto
+        for counts in chunks(goal - self.done, size):
+            self.take(counts, size, forms)
+        return self
+
+    def take(self, counts: np.ndarray, width: int, forms: Forms) -> tuple[Seen, np.ndarray]:
+        """One step of `width` columns with `counts[b]` tokens of each row; also returns the positions."""
+        case, rows = self.case, range(len(counts))
+        ranges = [np.arange(self.done[b], self.done[b] + counts[b]) for b in rows]
+        columns = [ranges[b] + case.first[b] for b in rows]
+        left = (np.arange(len(counts)) + self.done) % 2 == 0
+        nonsense = [case.unused_token, -1, 10**6]
+        positions = pad(ranges, width, -1, left=left)
+        tokens = pad([case.tokens[b, columns[b]] for b in rows], width, nonsense, left=left)
+        following = pad([case.next_tokens[b, columns[b]] for b in rows], width, nonsense, left=left)
+        seen, self.cache = self.step(self.params, self.config, tokens, following, positions, self.cache, forms=forms)
+        self._note(seen, positions)
+        self.done = self.done + counts
+        return seen, positions
+
+    def _note(self, seen: Seen, positions: np.ndarray) -> None:
+        batch, width = positions.shape
+        rows, places = np.nonzero(positions >= 0)
+        columns = positions[rows, places] + self.case.first[rows]
+        self.logits[rows, columns] = np.asarray(seen.logits, np.float32)[rows, places]
+        self.hidden[:-1, rows, columns] = np.asarray(seen.layers.hidden, np.float32)[:, rows, places]
+        self.hidden[-1, rows, columns] = np.asarray(seen.hidden, np.float32)[rows, places]
+        topk = self._columns(jax.vmap(lambda s: s.sorted_indices(self._k(s)))(seen.layers.selection))
+        self.topk[:, rows, columns, : topk.shape[-1]] = topk[:, rows, places]
+        experts = np.asarray(seen.layers.experts).reshape(-1, batch, width, self.experts.shape[-1])
+        self.experts[:, rows, columns] = np.sort(experts, -1)[:, rows, places]
+        if self.mtp_logits is not None:
+            self.mtp_logits[rows, columns] = np.asarray(seen.mtp_logits, np.float32)[rows, places]
+            topk = self._columns(seen.mtp_selection.sorted_indices(self._k(seen.mtp_selection))[None])[0]
+            self.mtp_topk[rows, columns, : topk.shape[-1]] = topk[rows, places]
+
+    def _k(self, selection: Any) -> int:
+        return min(self.case.k, (selection.mask if selection.indices is None else selection.indices).shape[-1])
+
+    def _columns(self, topk: jax.Array) -> np.ndarray:
+        """From positions to columns of the case."""
+        topk = np.asarray(topk)
+        return np.where(topk < 0, -1, topk + self.case.first[:, None, None])
+
+    @property
+    def seen(self) -> Run:
+        experts = self.experts[sparse_layers(self.config)]
+        experts = experts.reshape(len(experts), -1, experts.shape[-1])
+        return Run(self.logits, self.hidden, self.topk, experts, self.mtp_logits, self.mtp_topk)
+
+    def written(self) -> tuple[int, int]:
+        """Slots of the two stacks that are no longer as they were."""
+        return tuple(int((~np.isnan(np.asarray(a, np.float32))).all(-1).sum()) for a in self._stacks())
+
+    def partly_written(self) -> bool:
+        rows = [np.isnan(np.asarray(a, np.float32)) for a in self._stacks()]
+        return any((row.any(-1) & ~row.all(-1)).any() for row in rows)
+
+    def _stacks(self) -> tuple[jax.Array, jax.Array]:
+        return self.cache.latent, self.cache.index_keys
+
+    def draft(self, forms: Forms, steps: int, draft_step: Any = DRAFT_STEP) -> tuple[np.ndarray, list[np.ndarray]]:
+        """The last tokens of every row in one step, then a chain of drafts: its tokens, and what each step selected."""
+        counts = self.case.lengths - self.done
+        seen, positions = self.take(counts, int(counts.max()) + 1, forms)
+        rows, last = np.arange(len(counts)), positions.argmax(1)
+        state = np.asarray(seen.mtp_state)[rows, last][:, None]
+        tokens = [np.asarray(seen.mtp_logits)[rows, last].argmax(-1)]
+        chosen = seen.mtp_selection.rows(jnp.asarray(last, jnp.int32))
+        sets = [np.asarray(chosen.sorted_indices(self._k(chosen)))]
+        reused = chosen if self.config.index_share_for_mtp_iteration else None
+        for number in range(1, steps):
+            where = (self.case.lengths - 1 + number)[:, None].astype(np.int32)
+            logits, state, self.cache, chosen = draft_step(
+                self.params, self.config, state, tokens[-1][:, None].astype(np.int32), where, self.cache,
+                forms=forms, selection=reused,
+            )  # fmt: skip
+            tokens.append(np.asarray(logits)[:, 0].argmax(-1))
+            sets.append(np.asarray(chosen.sorted_indices(self._k(chosen))))
+        return np.stack(tokens, 1), sets

@@ -1,0 +1,544 @@
+"""The parity checks go red when the model is broken: each test puts one known fault into the code and expects a failure.
+
+The faults are those of public implementations of models of this class. A patched function is traced by a jit of its
+own, since a cached trace would not see the patch.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from glm52_jax import attention, block, cache, indexer, model, moe, mtp
+from glm52_jax.block import LayerPlace
+from glm52_jax.kernels.cache_write import api as write_api
+from glm52_jax.kernels.index_scores import api as scores_api
+from glm52_jax.kernels.sparse_mla import reference as mla_reference
+from glm52_jax.primitives import Rotary, einsum, rms_norm
+from glm52_jax.selection import Selection
+from tests.model.cases import FORMS, Case, Run, all_cases, complaints
+from tests.model.paths import Walk, compiled, draft_step, one_step
+
+FORM = "absorbed-indices-cpu"
+Patch = pytest.MonkeyPatch
+
+
+def fresh_trace(case: Case, params: dict | None = None, **config: Any) -> list[str]:
+    """What the checks say of whole texts, traced anew."""
+    config = dataclasses.replace(case.config, **config)
+    run = jax.jit(partial(model._trace.__wrapped__), static_argnames=("config", "forms"))
+    tokens = jnp.asarray(np.where(case.real, case.tokens, 0))
+    trace = run(params or case.params(), config, tokens, jnp.asarray(case.real), forms=FORMS[FORM])
+    return list(complaints(case, Run.of(trace)))
+
+
+def fresh_decode(case: Case, form: str = FORM, page_size: int = 5) -> list[str]:
+    """What the checks say of a prefill and a decode from there on, traced anew."""
+    walk = Walk(case, case.spoiled_params(), page_size=page_size, step=compiled(one_step))
+    walk.run(7, FORMS[form], upto=case.lengths - 4).run(1, FORMS[form])
+    return list(complaints(case, walk.seen))
+
+
+def fresh_drafts(case: Case) -> bool:
+    """Whether the chain of drafts is the reference's, traced anew."""
+    expected = case.golden["mtp_draft"]
+    walk = Walk(case, case.params(), page_size=64, room=3, step=compiled(one_step))
+    walk.run(16, FORMS[FORM], upto=case.lengths - 1)
+    tokens, _ = walk.draft(FORMS[FORM], expected.shape[1], compiled(draft_step))
+    return tokens.tolist() == expected.tolist()
+
+
+def mentions(found: list[str], *words: str) -> None:
+    """Each word opens or is in one of the complaints."""
+    assert found, "the fault went unnoticed"
+    for word in words:
+        assert any(word in sentence for sentence in found), f"no mention of {word!r} in {found}"
+
+
+def wrap(patch: Patch, owner: Any, name: str, change: Callable) -> None:
+    """Replaces a function by `change(original, *arguments)`."""
+    patch.setattr(owner, name, partial(change, getattr(owner, name)))
+
+
+@pytest.fixture
+def case() -> Case:
+    return all_cases()["released_plan"]
+
+
+@pytest.fixture
+def padded() -> Case:
+    return all_cases()["left_padded"]
+
+
+@pytest.fixture
+def grouped() -> Case:
+    return all_cases()["grouped_bias"]
+
+
+def test_nothing_to_report_without_a_fault(case: Case, padded: Case) -> None:
+    assert not fresh_trace(case)
+    assert not fresh_decode(padded)
+    assert fresh_drafts(case)
+
+
+# --- the indexer
+
+
+def test_indexer_rotates_halves(case: Case) -> None:
+    """B01: the indexer's rotation pairs the two halves; nothing shows before tokens are dropped."""
+    found = fresh_trace(case, indexer_rope_interleave=False)
+    mentions(found, "topk", "logits")
+    first = next(f for f in found if f.startswith("topk"))
+    column = int(first.partition("column ")[2].partition(":")[0])
+    assert column >= case.config.index_topk
+
+
+def test_indexer_rotates_the_last_dimensions(case: Case, monkeypatch: Patch) -> None:
+    """B02: the rotated part of an index head is taken to be the last one, as in the main heads."""
+
+    def last(config, x, rotary):
+        width = config.qk_rope_head_dim
+        turned = rotary.rotate(x[..., -width:], interleave=True)
+        return jnp.concatenate([x[..., :-width], turned], axis=-1)
+
+    monkeypatch.setattr(indexer, "_rotate_first", last)
+    mentions(fresh_trace(case), "topk")
+
+
+def test_main_heads_rotate_halves(case: Case) -> None:
+    """B02: the main heads' rotation pairs the two halves."""
+    mentions(fresh_trace(case, rope_interleave=False), "layer 0 departs first", "logits")
+
+
+@pytest.mark.parametrize("forced", ["sinks", "self"])
+def test_forced_positions(case: Case, monkeypatch: Patch, forced: str) -> None:
+    """B03: the first positions, or the query's own, are in every selection whatever their score."""
+
+    def force(original, queries, weights, keys, layer, table, positions, **kw):
+        scores = original(queries, weights, keys, layer, table, positions, **kw)
+        place = jnp.arange(scores.shape[-1])
+        chosen = place < 2 if forced == "sinks" else place == positions[..., None]
+        return jnp.where(chosen & jnp.isfinite(scores), jnp.inf, scores)
+
+    wrap(monkeypatch, indexer, "index_scores", force)
+    mentions(fresh_trace(case), "topk")
+
+
+def test_scores_without_relu(case: Case, monkeypatch: Patch) -> None:
+    """B04: negative products count."""
+
+    def scores(queries, weights, keys, layer, table, positions):
+        context = cache.context_rows(keys, layer, table, jnp.max(positions, axis=1) + 1)
+        total = jnp.einsum("bshd,btd,bsh->bst", queries, context, weights, precision="highest")
+        return jnp.where(jnp.arange(context.shape[1]) <= positions[..., None], total, -jnp.inf)
+
+    monkeypatch.setitem(scores_api._FORMS, "reference", scores)
+    mentions(fresh_trace(case), "topk")
+
+
+def test_selection_of_one_head(case: Case, monkeypatch: Patch) -> None:
+    """B04: heads do not vote together; a head's own favourites are taken."""
+    wrap(monkeypatch, indexer, "head_weights", lambda original, *a: original(*a) * (jnp.arange(8) == 0))
+    mentions(fresh_trace(case), "topk")
+
+
+def test_head_weights_without_sign(case: Case, monkeypatch: Patch) -> None:
+    """B04: the heads' weights go through a softmax."""
+    wrap(monkeypatch, indexer, "head_weights", lambda original, *a: jax.nn.softmax(original(*a), axis=-1))
+    mentions(fresh_trace(case), "topk")
+
+
+def test_key_norm_without_bias(case: Case, monkeypatch: Patch) -> None:
+    """B05: the bias of the key norm is dropped."""
+    wrap(monkeypatch, indexer, "layer_norm", lambda original, x, scale, bias, eps: original(x, scale, 0 * bias, eps))
+    mentions(fresh_trace(case), "topk")
+
+
+def test_key_norm_without_mean(case: Case, monkeypatch: Patch) -> None:
+    """B05: the key norm is an RMSNorm."""
+    monkeypatch.setattr(indexer, "layer_norm", lambda x, scale, bias, eps: rms_norm(x, scale, eps) + bias)
+    mentions(fresh_trace(case), "topk")
+
+
+def test_raw_latent_into_index_queries(case: Case, monkeypatch: Patch) -> None:
+    """The index queries are made of the query latent before its norm."""
+
+    def raw(original, weights, config, x, rotary):
+        projected = original(weights, config, x, rotary)
+        return projected._replace(q_latent=einsum("bsd,qd->bsq", x, weights["q_a"]))
+
+    wrap(monkeypatch, block, "project", raw)
+    mentions(fresh_trace(case), "topk")
+
+
+@pytest.mark.parametrize("name", ["head_weights", "index_keys", "index_queries"])
+def test_scores_in_bfloat16(monkeypatch: Patch, name: str) -> None:
+    """B10: something that the scores are made of is rounded to bfloat16; one case is enough to notice."""
+    wrap(monkeypatch, indexer, name, lambda original, *a: _rounded(original(*a)))
+    assert any(fresh_trace(all_cases()[case]) for case in ("released_plan", "irregular_plan", "all_full"))
+
+
+def _rounded(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.bfloat16).astype(x.dtype)
+
+
+def test_selection_ignored(case: Case, monkeypatch: Patch) -> None:
+    """B94: every layer attends to all it may see, and nobody notices on short texts."""
+    _attend_to_all(monkeypatch, lambda place: jnp.bool_(True))
+    assert not [f for f in fresh_trace(case) if f.startswith("topk differs") and "layer 0" in f]
+    mentions(fresh_trace(case), "layer 0 departs first", "logits")
+
+
+def test_shared_layers_attend_to_all(case: Case, monkeypatch: Patch) -> None:
+    """B94: having an index cache is taken for being sparse, so that shared layers are dense."""
+    _attend_to_all(monkeypatch, lambda place: jnp.logical_not(place.full))
+    mentions(fresh_trace(case), "layer 3 departs first", "logits")
+
+
+def _attend_to_all(monkeypatch: Patch, where: Callable[[LayerPlace], jax.Array]) -> None:
+    places = []
+
+    def remember(original, params, config, place, *rest):
+        places.append(place)
+        return original(params, config, place, *rest)
+
+    def attend(original, weights, config, projected, kept, layer, positions, selection, *, expanded, backend):
+        mask = jnp.arange(kept.capacity) <= positions[..., None]
+        listed = selection.indices[..., None] == jnp.arange(kept.capacity)
+        chosen = jnp.where(where(places[-1]), mask, jnp.any(listed, axis=2))
+        selection = Selection(mask=chosen)
+        return original(
+            weights, config, projected, kept, layer, positions, selection, expanded=expanded, backend=backend
+        )
+
+    wrap(monkeypatch, model, "block", remember)
+    wrap(monkeypatch, block, "attend", attend)
+
+
+@pytest.mark.parametrize("name", ["released_plan", "irregular_plan"])
+def test_shared_layers_take_an_older_set(monkeypatch: Patch, name: str) -> None:
+    """B25: a shared layer takes the set of the full layer before the last one."""
+
+    def stale(original, params, config, place, x, rotary, positions, kept, selection, forms):
+        x, kept, chosen, experts = original(params, config, place, x, rotary, positions, kept, selection, forms)
+        older = jnp.where(place.full, selection.indices, chosen.indices)
+        return x, kept, Selection(indices=older), experts
+
+    wrap(monkeypatch, model, "block", stale)
+    mentions(fresh_trace(all_cases()[name]), "departs first", "logits")
+
+
+def test_schedule_by_remainder(monkeypatch: Patch) -> None:
+    """B25: the layers with an indexer are those whose number is a multiple of four, whatever the config says."""
+    case = all_cases()["irregular_plan"]
+
+    def plan(original, config):
+        place = original(config)
+        full = np.arange(config.num_hidden_layers) % 4 == 0
+        return place._replace(full=full, indexer=np.where(full, np.cumsum(full) - 1, 0).astype(np.int32))
+
+    original = LayerPlace.plan
+    monkeypatch.setattr(LayerPlace, "plan", staticmethod(partial(plan, original)))
+    mentions(fresh_trace(case), "topk", "logits")
+
+
+# --- attention and the latents
+
+
+def test_latent_norms_with_another_epsilon() -> None:
+    """The epsilon of the latent norms is that of the other norms, where the reference has 1e-6."""
+    mentions(fresh_trace(all_cases()["all_full"], latent_norm_eps=1e-5), "logits")
+
+
+def test_keys_and_values_swapped(monkeypatch: Patch) -> None:
+    """B14: rows of `kv_b_proj` are read as values first."""
+    case = all_cases()["all_full"]
+    weights = case.params()["attention"]
+    both = jnp.concatenate([weights["k_up"], weights["v_up"]], axis=2)
+    value = case.config.v_head_dim
+    swapped = weights | {"v_up": both[:, :, :value], "k_up": both[:, :, value:]}
+    mentions(fresh_trace(case, case.params() | {"attention": swapped}), "layer 0 departs first")
+
+
+def test_scale_of_the_value_width(case: Case, monkeypatch: Patch) -> None:
+    """B18: the softmax scale is that of the part of a head that is not rotated."""
+
+    def scaled(original, queries, *rest, **kw):
+        return original(queries * (case.config.qk_head_dim / case.config.qk_nope_head_dim) ** 0.5, *rest, **kw)
+
+    wrap(monkeypatch, attention, "sparse_mla", scaled)
+    mentions(fresh_trace(case), "layer 0 departs first")
+
+
+def test_bias_of_the_projections_dropped(grouped: Case) -> None:
+    """`attention_bias` is ignored."""
+    params = grouped.params()
+    weights = {k: v for k, v in params["attention"].items() if not k.endswith("_bias")}
+    mentions(fresh_trace(grouped, params | {"attention": weights}), "layer 0 departs first")
+
+
+# --- experts
+
+
+def test_router_bias_in_bfloat16(case: Case, monkeypatch: Patch) -> None:
+    """B09: the correction bias goes through bfloat16, which cannot tell its values apart."""
+    wrap(monkeypatch, moe, "route", lambda original, weight, bias, *rest: original(weight, _rounded(bias), *rest))
+    mentions(fresh_trace(case), "experts")
+
+
+def test_bias_in_the_mixing_weights(case: Case, monkeypatch: Patch) -> None:
+    """B09: the correction bias, meant for the choice only, gets into the gates."""
+
+    def biased(original, weight, bias, config, x, real):
+        experts, _ = original(weight, bias, config, x, real)
+        scores = jax.nn.sigmoid(einsum("nd,ed->ne", x, weight)) + bias
+        gates = jnp.take_along_axis(scores, jnp.maximum(experts, 0), axis=-1)
+        return experts, gates / jnp.sum(gates, axis=-1, keepdims=True) * config.routed_scaling_factor
+
+    wrap(monkeypatch, moe, "route", biased)
+    mentions(fresh_trace(case), "logits")
+
+
+@pytest.mark.parametrize("name", ["released_plan", "grouped_bias"])
+def test_gate_normalisation_ignored(name: str) -> None:
+    """B17: `norm_topk_prob` is read and then not used, either way."""
+    case = all_cases()[name]
+    mentions(fresh_trace(case, norm_topk_prob=not case.config.norm_topk_prob), "logits")
+
+
+def test_scaling_twice(case: Case, monkeypatch: Patch) -> None:
+    """B17: the gates are multiplied by the factor twice."""
+
+    def twice(original, weight, bias, config, x, real):
+        experts, gates = original(weight, bias, config, x, real)
+        return experts, gates * config.routed_scaling_factor
+
+    wrap(monkeypatch, moe, "route", twice)
+    mentions(fresh_trace(case), "layer 3 departs first")
+
+
+def test_shared_expert_scaled(case: Case, monkeypatch: Patch) -> None:
+    """B17: the factor of the routed experts is applied to the shared one too."""
+    factor = case.config.routed_scaling_factor
+    wrap(monkeypatch, moe, "swiglu", lambda original, *a: original(*a) * factor)
+    mentions(fresh_trace(case), "layer 3 departs first")
+
+
+def test_groups_ignored(grouped: Case) -> None:
+    """Experts are chosen among all groups."""
+    mentions(fresh_trace(grouped, topk_group=grouped.config.n_group), "experts")
+
+
+def test_groups_ranked_by_their_best(grouped: Case, monkeypatch: Patch) -> None:
+    """A group is ranked by its best expert, not by its best two."""
+
+    def best(ranked, config):
+        groups = ranked.reshape(len(ranked), config.n_group, -1)
+        _, kept = jax.lax.top_k(jnp.max(groups, axis=-1), config.topk_group)
+        mask = jnp.any(kept[:, :, None] == jnp.arange(config.n_group), axis=1)
+        return jnp.where(mask[:, :, None], groups, -jnp.inf).reshape(ranked.shape)
+
+    monkeypatch.setattr(moe, "_within_best_groups", best)
+    mentions(fresh_trace(grouped), "experts")
+
+
+# --- FP8
+
+
+@pytest.mark.parametrize("fault", ["transposed", "ignored"])
+def test_fp8_scales(fault: str) -> None:
+    """B36: the scales are left out, or their grid is read the other way round."""
+    case = all_cases()["fp8"]
+
+    def spoil(leaf):
+        if not hasattr(leaf, "scales"):
+            return leaf
+        flat = leaf.scales.reshape(*leaf.scales.shape[:-2], -1)
+        turned = jnp.flip(flat, -1).reshape(leaf.scales.shape)
+        return dataclasses.replace(leaf, scales=turned if fault == "transposed" else jnp.ones_like(turned) / 448)
+
+    params = jax.tree.map(spoil, case.params(), is_leaf=lambda leaf: hasattr(leaf, "scales"))
+    mentions(fresh_trace(case, params), "departs first", "logits")
+
+
+# --- the cache
+
+
+def test_padding_is_a_token(padded: Case, monkeypatch: Patch) -> None:
+    """B65: positions count the padding, which is cached and selected."""
+    monkeypatch.setattr(
+        model, "_positions", lambda mask: jnp.broadcast_to(jnp.arange(mask.shape[1], dtype=jnp.int32), mask.shape)
+    )
+    monkeypatch.setattr(
+        model, "_real_first", lambda mask: jnp.broadcast_to(jnp.arange(mask.shape[1], dtype=jnp.int32), mask.shape)
+    )
+    mentions(fresh_trace(padded), "padding", "topk")
+
+
+def test_padding_is_written(padded: Case, monkeypatch: Patch) -> None:
+    """B07: a padding token's row goes to where -1 points, into the first slot."""
+
+    def write(original, stack, layer, rows, table, positions, **kw):
+        return original(stack, layer, rows, table, jnp.maximum(positions, 0), **kw)
+
+    wrap(monkeypatch, block, "write_rows", write)
+    mentions(fresh_decode(padded), "departs first")
+
+
+def test_minus_one_gathers(case: Case, monkeypatch: Patch) -> None:
+    """B07: an unused entry of a selection reads a row all the same."""
+    wrap(
+        monkeypatch,
+        mla_reference,
+        "masked_softmax",
+        lambda original, scores, mask: original(scores, jnp.ones_like(mask)),
+    )
+    mentions(fresh_decode(case), "layer 0 departs first")
+
+
+def test_unwritten_slots_are_scored(case: Case, monkeypatch: Patch) -> None:
+    """B13: keys are not masked by position, and a NaN outranks every number."""
+
+    def scores(queries, weights, keys, layer, table, positions):
+        full = jnp.full(table.shape[0], table.shape[1] * keys.shape[2])
+        context = cache.context_rows(keys, layer, table, full)
+        products = jnp.einsum("bshd,btd->bsht", queries, context, precision="highest")
+        return jnp.sum(weights[..., None] * jax.nn.relu(products), axis=2)
+
+    monkeypatch.setitem(scores_api._FORMS, "reference", scores)
+    mentions(fresh_decode(case), "topk")
+
+
+def test_decode_one_position_too_high(case: Case, monkeypatch: Patch) -> None:
+    """B16: decode rotates by a position one too high; alone it would cancel out, after a prefill it does not."""
+    original = Rotary.at
+
+    def at(positions, dim, theta):
+        return original(positions + (positions.shape[1] == 1), dim, theta)
+
+    monkeypatch.setattr(Rotary, "at", staticmethod(at))
+    mentions(fresh_decode(case), "departs first")
+
+
+def test_decode_does_not_store(case: Case, monkeypatch: Patch) -> None:
+    """B16: a decoded token's row is used but never written: the first token is right, the rest is not."""
+
+    def write(original, stack, layer, rows, table, positions, **kw):
+        return stack if rows.shape[1] == 1 else original(stack, layer, rows, table, positions, **kw)
+
+    wrap(monkeypatch, block, "write_rows", write)
+    mentions(fresh_decode(case), "departs first")
+
+
+def test_page_table_ignored(case: Case, monkeypatch: Patch) -> None:
+    """B61: rows are read in the order of the pool."""
+
+    def rows(original, stack, layer, table, positions):
+        return original(stack, layer, jnp.arange(table.size, dtype=jnp.int32).reshape(table.shape), positions)
+
+    wrap(monkeypatch, mla_reference, "gather_rows", rows)
+    mentions(fresh_decode(case), "departs first")
+
+
+def test_long_chunks_end_at_a_page(case: Case, monkeypatch: Patch) -> None:
+    """B61, B62: a run that crosses more pages than its length suggests is cut short."""
+
+    def write(stack, layer, rows, table, positions):
+        first = jnp.min(jnp.where(positions >= 0, positions, 2**30), axis=1, keepdims=True)
+        near = positions // stack.shape[2] <= first // stack.shape[2]
+        return real_write(stack, layer, rows, table, jnp.where(near, positions, -1))
+
+    real_write = write_api._FORMS["reference"]
+    monkeypatch.setitem(write_api._FORMS, "reference", write)
+    mentions(fresh_decode(case), "departs first")
+
+
+# --- the draft layer
+
+
+def test_halves_of_the_projection_swapped(case: Case) -> None:
+    """B78: the projection takes [hidden, embedding] instead of [embedding, hidden]."""
+    params = case.params()
+    swapped = jnp.roll(params["mtp"]["project"], case.config.hidden_size, axis=1)
+    found = fresh_trace(case, params | {"mtp": params["mtp"] | {"project": swapped}})
+    mentions(found, "mtp_logits")
+    assert len(found) == 1
+
+
+def test_hidden_before_the_final_norm(case: Case, monkeypatch: Patch) -> None:
+    """B77: the draft layer gets the hidden state before the model's final norm."""
+    raw = []
+
+    def remember(original, x, *rest):
+        raw.append(x)
+        return original(x, *rest)
+
+    def advance(original, params, config, hidden, *rest, **kw):
+        return original(params, config, raw[-1][:, : hidden.shape[1]], *rest, **kw)
+
+    wrap(monkeypatch, model, "rms_norm", remember)
+    wrap(monkeypatch, mtp, "advance", advance)
+    mentions(fresh_trace(case), "mtp_logits")
+
+
+def test_token_at_the_same_position(case: Case, monkeypatch: Patch) -> None:
+    """B78: the embedding is that of the token itself, not of the next one."""
+
+    def advance(original, params, config, hidden, tokens, *rest, **kw):
+        return original(params, config, hidden, jnp.roll(tokens, 1, axis=1), *rest, **kw)
+
+    wrap(monkeypatch, mtp, "advance", advance)
+    mentions(fresh_trace(case), "mtp_logits")
+
+
+@pytest.mark.parametrize("fault", ["raw state recycled", "positions stand still", "trunk's selection"])
+def test_chain_of_drafts(monkeypatch: Patch, fault: str) -> None:
+    """B75, B77, B78: later drafts get the state before its norm, the same position again, or the trunk's last set."""
+    broken = []
+    for case in (c for c in all_cases().values() if "mtp_draft" in c.golden):
+        with monkeypatch.context() as patch:
+            {"raw": _recycle_raw, "positions": _stand_still, "trunk's": _trunk_selection}[fault.split()[0]](patch)
+            broken.append(not fresh_drafts(case))
+    assert any(broken)
+
+
+def _recycle_raw(patch: Patch) -> None:
+    """The layer's output goes back in as it is, and is normed for the head alone."""
+    calls, scales = [], []
+
+    def norm(original, x, scale, eps):
+        calls.append(x)
+        if len(calls) % 3:
+            return original(x, scale, eps)
+        scales.append((scale, eps))
+        return x
+
+    wrap(patch, mtp, "rms_norm", norm)
+    wrap(patch, mtp, "logits", lambda original, params, x: original(params, rms_norm(x, *scales[-1])))
+
+
+def _stand_still(patch: Patch) -> None:
+    def advance(original, params, config, hidden, tokens, positions, *rest, **kw):
+        return original(params, config, hidden, tokens, positions - (positions.shape[1] == 1), *rest, **kw)
+
+    wrap(patch, mtp, "advance", advance)
+
+
+def _trunk_selection(patch: Patch) -> None:
+    last = []
+
+    def extend(original, *args, **kw):
+        hidden, kept, layers = original(*args, **kw)
+        last.append(jax.tree.map(lambda a: a[-1], layers.selection))
+        return hidden, kept, layers
+
+    def advance(original, *args, selection=None, **kw):
+        return original(*args, selection=last[-1] if selection is None else selection, **kw)
+
+    wrap(patch, model, "extend", extend)
+    wrap(patch, mtp, "advance", advance)
