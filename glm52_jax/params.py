@@ -44,7 +44,8 @@ def init_params(config: ModelConfig, key: jax.Array, *, dtype: Any = None) -> di
             return (config.initializer_range * jax.random.normal(own, shape, jnp.float32)).astype(kind)
         return jnp.full(shape, {"ones": 1, "zeros": 0}[param.init], kind)
 
-    return build(config, make)
+    # One compiled program: an operation a leaf would be compiled a leaf.
+    return jax.jit(lambda: build(config, make))()
 
 
 def _stable_hash(text: str) -> int:

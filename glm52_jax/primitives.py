@@ -83,7 +83,7 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> j
 
 
 def swiglu(x: jax.Array, gate_up: Weight, down: Weight, *index: Any) -> jax.Array:
-    """`down(silu(gate(x)) * up(x))`, the MLP of a layer or of one expert.
+    """`mlp` with one layer's or one expert's weights out of stacks.
 
     Args:
         x: `[..., embed]`.
@@ -91,9 +91,13 @@ def swiglu(x: jax.Array, gate_up: Weight, down: Weight, *index: Any) -> jax.Arra
         down: stack `[..., embed, width]`.
         index: which MLP of the stacks, an index for each of their leading dimensions.
     """
-    gate = linear(x, take(gate_up, *index, 0), dtype=jnp.float32)
-    up = linear(x, take(gate_up, *index, 1), dtype=jnp.float32)
-    return linear((jax.nn.silu(gate) * up).astype(x.dtype), take(down, *index))
+    return mlp(x, take(gate_up, *index, 0), take(gate_up, *index, 1), take(down, *index))
+
+
+def mlp(x: jax.Array, gate: Weight, up: Weight, down: Weight) -> jax.Array:
+    """`down(silu(gate(x)) * up(x))`; `x` `[..., embed]`, `gate` and `up` `[width, embed]`, `down` `[embed, width]`."""
+    hidden = jax.nn.silu(linear(x, gate, dtype=jnp.float32)) * linear(x, up, dtype=jnp.float32)
+    return linear(hidden.astype(x.dtype), down)
 
 
 @flax.struct.dataclass

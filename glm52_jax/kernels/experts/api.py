@@ -5,11 +5,11 @@ from __future__ import annotations
 import jax
 
 from glm52_jax.kernels import form
-from glm52_jax.kernels.experts.cpu import routed_experts_tiled
+from glm52_jax.kernels.experts.cpu import routed_experts_sorted
 from glm52_jax.kernels.experts.reference import routed_experts_reference
 from glm52_jax.quant import Weight
 
-_FORMS = {"reference": routed_experts_reference, "cpu": routed_experts_tiled}
+_FORMS = {"reference": routed_experts_reference, "cpu": routed_experts_sorted}
 
 
 def routed_experts(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 
 from glm52_jax.kernels import form
-from glm52_jax.kernels.index_scores.cpu import index_scores_by_head
+from glm52_jax.kernels.index_scores.cpu import index_scores_blocked
 from glm52_jax.kernels.index_scores.reference import index_scores_reference
 
-_FORMS = {"reference": index_scores_reference, "cpu": index_scores_by_head}
+_FORMS = {"reference": index_scores_reference, "cpu": index_scores_blocked}
 
 
 def index_scores(

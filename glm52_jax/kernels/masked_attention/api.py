@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 
 from glm52_jax.kernels import form
-from glm52_jax.kernels.masked_attention.cpu import masked_attention_tiled
+from glm52_jax.kernels.masked_attention.cpu import masked_attention_blocked
 from glm52_jax.kernels.masked_attention.reference import masked_attention_reference
 
-_FORMS = {"reference": masked_attention_reference, "cpu": masked_attention_tiled}
+_FORMS = {"reference": masked_attention_reference, "cpu": masked_attention_blocked}
 
 
 def masked_attention(

@@ -1,9 +1,7 @@
-"""Masked attention on the CPU: tiles of one head's queries and keys with an online softmax, nothing past the diagonal.
+"""Masked attention on the CPU: one head's block of queries after another, against the positions that it may see.
 
-A tile's scores stay in the processor's cache, and tiles of positions after the last query of a block are never run, so
-that the cost follows the text and not the capacity of the cache.
-
-Source: the online softmax of FlashAttention (arXiv 2205.14135).
+A block's scores stay in the processor's cache, and positions past its last query are not read, so that the cost follows
+the text and not the capacity of the cache.
 """
 
 from __future__ import annotations
@@ -11,13 +9,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from glm52_jax.kernels.prefix import over_prefix
 from glm52_jax.primitives import einsum
 
-_TILE = 128
-_LOWEST = -1e30  # stands for minus infinity where a difference of two of them would be NaN
+_BLOCK = 256
+_LOWEST = -1e30  # stands for minus infinity, of which two would differ by NaN
 
 
-def masked_attention_tiled(
+def masked_attention_blocked(
     queries: jax.Array,
     keys: jax.Array,
     values: jax.Array,
@@ -27,44 +26,41 @@ def masked_attention_tiled(
 ) -> jax.Array:
     """See `api.masked_attention`."""
     batch, tokens, heads, _ = queries.shape
-    rows, columns = min(_TILE, tokens), min(_TILE, keys.shape[1])
-    q = _by_head(queries * jnp.asarray(scale, queries.dtype), rows)
-    k, v = _by_head(keys, columns), _by_head(values, columns)
+    rows = min(_BLOCK, tokens)
+    pad = -tokens % rows
+    q = jnp.pad(_by_head(queries * jnp.asarray(scale, queries.dtype)), ((0, 0), (0, 0), (0, pad), (0, 0)))
+    k, v = _by_head(keys), _by_head(values)
+    mask = jnp.pad(mask, ((0, 0), (0, pad), (0, 0)))
+    positions = jnp.pad(positions, ((0, 0), (0, pad)), constant_values=-1)
     blocks = q.shape[2] // rows
-    mask = jnp.pad(mask, ((0, 0), (0, q.shape[2] - tokens), (0, k.shape[2] - keys.shape[1])))
-    positions = jnp.pad(positions, ((0, 0), (0, q.shape[2] - tokens)), constant_values=-1)
 
     def block(number: jax.Array) -> jax.Array:
-        row, head, start = number // (heads * blocks), number // blocks % heads, number % blocks * rows
-        q_block = _slice(q, row, head, start, rows)
+        row, start, head = number // (heads * blocks), number // heads % blocks * rows, number % heads
+        q_block = _slice(q, (row, head, start), rows)
+
+        def attend(length: int, q_block: jax.Array) -> jax.Array:
+            seen = jax.lax.dynamic_slice(mask, (row, start, 0), (1, rows, length))[0]
+            scores = einsum("sd,td->st", q_block, _slice(k, (row, head, 0), length), dtype=jnp.float32)
+            scores = jnp.where(seen, scores, _LOWEST)
+            top = jnp.max(scores, axis=-1, keepdims=True)
+            weights = jnp.exp(scores - top)
+            total = jnp.sum(weights, axis=-1, keepdims=True)
+            v_block = _slice(v, (row, head, 0), length)
+            out = einsum("st,tv->sv", weights.astype(v_block.dtype), v_block, dtype=jnp.float32)
+            return jnp.where(top > _LOWEST, out / total, 0.0).astype(queries.dtype)
+
         last = jnp.max(jax.lax.dynamic_slice(positions, (row, start), (1, rows)))
+        return over_prefix(last, keys.shape[1], _BLOCK, attend, q_block)
 
-        def tile(column: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-            top, total, out = carry
-            seen = jax.lax.dynamic_slice(mask, (row, start, column * columns), (1, rows, columns))[0]
-            k_tile, v_tile = (_slice(x, row, head, column * columns, columns) for x in (k, v))
-            scores = jnp.where(seen, einsum("sd,td->st", q_block, k_tile, dtype=jnp.float32), _LOWEST)
-            new_top = jnp.maximum(top, jnp.max(scores, axis=-1, keepdims=True))
-            weights = jnp.where(seen, jnp.exp(scores - new_top), 0.0)
-            shrink = jnp.exp(top - new_top)
-            total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
-            added = einsum("st,tv->sv", weights.astype(v_tile.dtype), v_tile, dtype=jnp.float32)
-            return new_top, total, out * shrink + added
-
-        empty = jnp.full((rows, 1), _LOWEST), jnp.zeros((rows, 1)), jnp.zeros((rows, v.shape[-1]))
-        _, total, out = jax.lax.fori_loop(0, -(-(last + 1) // columns), tile, empty)
-        return (out / jnp.where(total > 0, total, 1.0)).astype(queries.dtype)
-
-    out = jax.lax.map(block, jnp.arange(batch * heads * blocks))
-    out = out.reshape(batch, heads, blocks * rows, -1)[:, :, :tokens]
-    return jnp.moveaxis(out, 1, 2)
+    out = jax.lax.map(block, jnp.arange(batch * blocks * heads))
+    out = out.reshape(batch, blocks, heads, rows, -1)
+    return jnp.moveaxis(out, 2, 3).reshape(batch, blocks * rows, heads, -1)[:, :tokens]
 
 
-def _by_head(x: jax.Array, multiple: int) -> jax.Array:
-    """`[batch, heads, tokens, dim]` from `[batch, tokens, heads, dim]`, padded to a multiple of tokens."""
-    x = jnp.moveaxis(x, 2, 1)
-    return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % multiple), (0, 0)))
+def _by_head(x: jax.Array) -> jax.Array:
+    """`[batch, heads, tokens, dim]` from `[batch, tokens, heads, dim]`."""
+    return jnp.moveaxis(x, 2, 1)
 
 
-def _slice(x: jax.Array, row: jax.Array, head: jax.Array, start: jax.Array, size: int) -> jax.Array:
-    return jax.lax.dynamic_slice(x, (row, head, start, 0), (1, 1, size, x.shape[-1]))[0, 0]
+def _slice(x: jax.Array, start: tuple[jax.Array | int, ...], size: int) -> jax.Array:
+    return jax.lax.dynamic_slice(x, (*start, 0), (1, 1, size, x.shape[-1]))[0, 0]

@@ -8,6 +8,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from glm52_jax.kernels.index_scores.reference import map_tokens
+
+_BLOCK_VALUES = 1 << 18
+
 
 def ordered_image(scores: jax.Array) -> jax.Array:
     """uint32 image of float32 scores with the same order (no NaN); -0.0 and 0.0 keep different images."""
@@ -18,6 +22,16 @@ def ordered_image(scores: jax.Array) -> jax.Array:
 
 def topk_mask_bisect(scores: jax.Array, k: int) -> jax.Array:
     """See `api.topk_mask`."""
+    positions = scores.shape[-1]
+    if k >= positions:
+        return scores > -jnp.inf
+    flat = scores.reshape(1, -1, positions)
+    # The passes over a block of rows find it in the processor's cache.
+    chosen = map_tokens(lambda block: _bisect(block[0], k)[None], flat, max(1, _BLOCK_VALUES // positions))
+    return chosen.reshape(scores.shape)
+
+
+def _bisect(scores: jax.Array, k: int) -> jax.Array:
     image = ordered_image(scores)
     lowest = ordered_image(jnp.float32(-jnp.inf))
 

@@ -1,0 +1,220 @@
+"""From a source's tensors to those of a target, a few megabytes at a time: copied, cast, dequantised or quantised.
+
+Converting, exporting and verifying all read these streams, so what one writes is what the other expects. Nothing here
+knows files or folders; values come through `pread`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Literal, Protocol
+
+import numpy as np
+
+from glm52_jax.checkpoint.published import FLOAT8, Contents, Stored
+from glm52_jax.checkpoint.safetensors_file import DTYPES, Entry, tensor_bytes
+from glm52_jax.errors import InputError
+from glm52_jax.spec import Tensor
+
+SLICE_BYTES = 4 * 2**20
+"""What is read at a time; a row of scale blocks where that is more."""
+WORKER_BYTES = {"copy": 16 * 2**20, "change": 128 * 2**20}
+"""What one worker holds: the slice, and where values change their float32 forms."""
+
+Kind = Literal["copy", "cast", "dequantize", "quantize"]
+
+
+class Source(Protocol):
+    """Where published tensors come from: a published folder, a converted one, or a bucket."""
+
+    where: dict[str, str]
+
+    def entry(self, name: str) -> Entry: ...
+    def pread(self, name: str, offset: int, out: memoryview) -> None:
+        """Fills `out` with the bytes of a tensor from `offset` on."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """A tensor of the target; `source_dtype` is None for scales that are made here."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    source_dtype: str | None
+
+    @property
+    def bytes(self) -> int:
+        return tensor_bytes(DTYPES[self.dtype], self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A published weight, with its scale where it has one, on its way from source to target.
+
+    Attributes:
+        stored: how the source holds it.
+        file: of the source, with `offset` the bytes into the tensor (experts can be parts of a fused one).
+        kind: what happens to its values.
+        outputs: the weight, and the scale of a float8 one.
+        block: of the scales that are read or made.
+    """
+
+    stored: Stored
+    file: str
+    offset: int
+    kind: Kind
+    outputs: tuple[Output, ...]
+    block: tuple[int, int] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.outputs[0].name
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the target."""
+        return sum(output.bytes for output in self.outputs)
+
+
+def piece(
+    source: Source, contents: Contents, tensor: Tensor, dtype: str | None, block: tuple[int, int] | None
+) -> Piece:
+    """How one tensor of the table gets to its form in the target.
+
+    Args:
+        contents: of the source.
+        tensor: from the source's table.
+        dtype: of the target, by its safetensors name; None to keep the source's.
+        block: of the scales, where the target has float8.
+    """
+    stored = contents.tensors[tensor.name]
+    entry = source.entry(stored.name)
+    found, wanted = entry.dtype, dtype or entry.dtype
+    offset = _offset(stored, tensor, DTYPES[found].itemsize)
+    weight = Output(tensor.name, wanted, tensor.shape, found)
+    own = contents.config.quantization.block if contents.config.quantization else None
+    file = source.where[stored.name]
+    if found == FLOAT8:
+        assert stored.scale is not None
+        if wanted != FLOAT8:
+            return Piece(stored, file, offset, "dequantize", (weight,), own)
+        scale = Output(stored.scale, "F32", source.entry(stored.scale).shape, "F32")
+        return Piece(stored, file, offset, "copy", (weight, scale), own)
+    if wanted == FLOAT8:
+        assert block is not None
+        scale = Output(tensor.scale_name, "F32", tensor.scale_shape(block), None)
+        return Piece(stored, file, offset, "quantize", (weight, scale), block)
+    return Piece(stored, file, offset, "copy" if found == wanted else "cast", (weight,))
+
+
+def values(source: Source, piece: Piece) -> Iterator[tuple[int, memoryview]]:
+    """The bytes of a piece's outputs: (which output, the next bytes of it), each good until the next is asked for.
+
+    Raises:
+        InputError: a value has no form in the target: a scale that is no finite number, a weight to quantise that is
+            not; or the source can no longer be read.
+    """
+    if piece.kind == "copy":
+        yield from _copied(source, piece)
+    elif piece.kind == "cast":
+        dtype = DTYPES[piece.outputs[0].dtype]
+        for rows in _rows(source, piece, 1):
+            with np.errstate(over="ignore"):
+                yield 0, _bytes(rows.astype(dtype))
+    elif piece.kind == "dequantize":
+        yield from _dequantized(source, piece)
+    else:
+        yield from _quantized(source, piece)
+
+
+def _copied(source: Source, piece: Piece) -> Iterator[tuple[int, memoryview]]:
+    buffer = memoryview(bytearray(min(SLICE_BYTES, max(output.bytes for output in piece.outputs))))
+    names = (piece.stored.name, piece.stored.scale)
+    for number, output in enumerate(piece.outputs):
+        name, start = names[number], piece.offset if number == 0 else 0
+        assert name is not None
+        for at in range(0, output.bytes, SLICE_BYTES):
+            part = buffer[: min(SLICE_BYTES, output.bytes - at)]
+            source.pread(name, start + at, part)
+            yield number, part
+
+
+def _dequantized(source: Source, piece: Piece) -> Iterator[tuple[int, memoryview]]:
+    from glm52_jax.quant import dequantize_blocks  # imports JAX, which copies do without
+
+    assert piece.block is not None
+    scales = _scales(source, piece)
+    dtype, done = DTYPES[piece.outputs[0].dtype], 0
+    for rows in _rows(source, piece, piece.block[0]):
+        first, count = done // piece.block[0], -(-rows.shape[0] // piece.block[0])
+        # Decoding by table is several times as fast as numpy's cast from float8.
+        plain = dequantize_blocks(_float8_table()[rows.view(np.uint8)], scales[first : first + count], piece.block)
+        yield 0, _bytes(plain.astype(dtype, copy=False))
+        done += rows.shape[0]
+
+
+def _quantized(source: Source, piece: Piece) -> Iterator[tuple[int, memoryview]]:
+    from glm52_jax.quant import quantize_blocks
+
+    assert piece.block is not None
+    scales = []
+    for rows in _rows(source, piece, piece.block[0]):
+        plain = rows.astype(np.float32)
+        if not np.isfinite(plain).all():
+            raise InputError(
+                f"{piece.file}: {piece.stored.name} is not finite, so {piece.name} has no scale to be quantised with"
+            )
+        codes, scale = quantize_blocks(plain, piece.block)
+        scales.append(scale)
+        yield 0, _bytes(codes)
+    yield 1, _bytes(np.concatenate(scales))
+
+
+def _rows(source: Source, piece: Piece, multiple: int) -> Iterator[np.ndarray]:
+    """Slices of whole rows of the source's tensor, a multiple of a block's rows in each but the last."""
+    shape, dtype = piece.outputs[0].shape, DTYPES[source.entry(piece.stored.name).dtype]
+    row = tensor_bytes(dtype, shape[1:])
+    step = max(1, SLICE_BYTES // max(1, row * multiple)) * multiple
+    buffer = memoryview(bytearray(min(step, shape[0]) * row))
+    for at in range(0, shape[0], step):
+        count = min(step, shape[0] - at)
+        part = buffer[: count * row]
+        source.pread(piece.stored.name, piece.offset + at * row, part)
+        yield np.frombuffer(part, dtype).reshape(count, *shape[1:])
+
+
+def _scales(source: Source, piece: Piece) -> np.ndarray:
+    name = piece.stored.scale
+    assert name is not None
+    entry = source.entry(name)
+    scales = np.empty(entry.shape, np.float32)
+    source.pread(name, 0, memoryview(scales).cast("B"))
+    wrong = ~(scales >= 0) | np.isinf(scales)  # in this form NaN is wrong too
+    if wrong.any():
+        raise InputError(
+            f"{source.where[name]}: {name} holds {scales[wrong][0]}, expected finite scales of at least 0"
+        )
+    return scales
+
+
+def _offset(stored: Stored, tensor: Tensor, itemsize: int) -> int:
+    """Where the values begin in the tensor that holds them."""
+    if stored.fused is None:
+        return 0
+    expert, half = stored.fused
+    matrix = tensor.elements * itemsize
+    return expert * matrix if half is None else (2 * expert + half) * matrix
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).cast("B")
+
+
+@functools.cache
+def _float8_table() -> np.ndarray:
+    """float32 of each of the 256 codes."""
+    return np.arange(256, dtype=np.uint8).view(DTYPES[FLOAT8]).astype(np.float32)
