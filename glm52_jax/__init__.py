@@ -6,7 +6,6 @@ live on higher floors (`generate`) are found here too.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,4 +34,10 @@ __all__ = sorted(_PUBLIC)
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'glm52_jax' has no attribute {name!r}")
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
+    from glm52_jax.floors import import_ours
+
+    return getattr(import_ours(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

@@ -6,18 +6,21 @@ causes are printed as one sentence, without a traceback, with exit code 2.
 
 from __future__ import annotations
 
-import importlib
 import sys
 
 import click
 
 from glm52_jax.errors import InputError
+from glm52_jax.floors import import_ours
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("infer.commands.chat:chat", "Talk to a checkpoint in the terminal."),
+    "convert": ("glm52_jax.checkpoint.commands:convert", "Published checkpoint to Orbax: streaming, resumable."),
     "demo": ("infer.commands.demo:demo", "Make a small checkpoint and take the whole path with it."),
+    "export": ("glm52_jax.checkpoint.commands:export", "Converted checkpoint to the published layout again."),
     "generate": ("infer.commands.generate:generate", "Continue a prompt."),
     "inspect": ("glm52_jax.inspect.command:inspect", "Layer plan, parameters, bytes and FLOPs of a model."),
+    "verify": ("glm52_jax.checkpoint.commands:verify", "Compare a converted checkpoint with its source, every value."),
 }
 
 
@@ -31,7 +34,7 @@ class _Table(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module, function = COMMANDS[cmd_name][0].split(":")
-        return getattr(importlib.import_module(module), function)
+        return getattr(import_ours(module), function)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -53,3 +56,7 @@ def main() -> None:
         sys.exit(2)
     except BrokenPipeError:
         sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -134,7 +135,7 @@ class Generation:
         self.params, self.prompts, self.max_new_tokens = params, prompts, max_new_tokens
         _check_prompts(config, prompts, max_new_tokens)
         longest = max((len(p) for p in prompts), default=1)
-        seeds = [seed + row for row in range(len(prompts))] if isinstance(seed, int) else list(seed)
+        seeds = [int(seed) + row for row in range(len(prompts))] if isinstance(seed, int | np.integer) else list(seed)
         if len(seeds) != len(prompts):
             raise InputError(f"seed has {len(seeds)} entries for {len(prompts)} prompts")
         sampling = Sampling.of(len(prompts), temperature, top_p, seeds)
@@ -156,7 +157,7 @@ class Generation:
         self._timed: set[str] = set()
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        if not self.prompts or not self.max_new_tokens:
+        if not len(self.prompts) or not self.max_new_tokens:
             self.reasons = [LENGTH] * len(self.prompts)
             return
         state = self.provider.state()
@@ -263,12 +264,16 @@ def _rounded(tokens: int) -> int:
 def _check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     if max_new_tokens < 0:
         raise InputError(f"max_new_tokens is {max_new_tokens}, expected at least 0")
+    if isinstance(prompts, str) or any(isinstance(p, str) or not hasattr(p, "__len__") for p in prompts):
+        raise InputError("prompts holds text or single numbers, expected a list of token ids for each prompt")
     for row, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise InputError(f"prompt {row} is empty, expected at least one token")
-        wrong = next((t for t in prompt if not 0 <= t < config.vocab_size), None)
+        wrong = next((t for t in prompt if not isinstance(t, Integral) or not 0 <= t < config.vocab_size), None)
         if wrong is not None:
-            raise InputError(f"prompt {row} holds token {wrong}, but the vocabulary has {config.vocab_size} tokens")
+            raise InputError(
+                f"prompt {row} holds {wrong!r} as a token, but the vocabulary has {config.vocab_size} tokens"
+            )
         if len(prompt) + max_new_tokens > config.max_position_embeddings:
             raise InputError(
                 f"prompt {row} has {len(prompt)} tokens and max_new_tokens is {max_new_tokens}, together more than the "

@@ -1,4 +1,4 @@
-"""Loading a published folder into the parameter tree: checked whole first, then one parameter at a time."""
+"""Loading a published or a converted folder into the parameter tree: checked whole first, then leaf by leaf."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from glm52_jax.checkpoint.published import Contents, PublishedCheckpoint, Stored
 from glm52_jax.checkpoint.safetensors_file import DTYPES
+from glm52_jax.checkpoint.sources import open_checkpoint
 from glm52_jax.config import ModelConfig
 from glm52_jax.errors import InputError
 from glm52_jax.params import build
@@ -47,10 +48,11 @@ def load_params(
     dtype: Any = None,
     fp8: Literal["keep", "dequantize"] = "keep",
 ) -> dict[str, Any]:
-    """The parameters of a checkpoint folder in the published layout, on the default device.
+    """The parameters of a checkpoint folder, on the default device.
 
     Args:
-        path: folder with `config.json` and safetensors, one file or shards with an index.
+        path: folder with `config.json` and safetensors, one file or shards with an index, or what `glm52 convert` made
+            of one.
         config: read from the folder when None.
         dtype: of the plain weights and so of the computation: bfloat16, float16 or float32; the config's when None.
             The router's correction bias stays float32 in any case.
@@ -75,7 +77,7 @@ def load_with_report(
     """`load_params`, with an account of what was read and what was left."""
     if fp8 not in ("keep", "dequantize"):
         raise InputError(f"fp8 is {fp8!r}, expected keep or dequantize")
-    checkpoint = PublishedCheckpoint(path)
+    checkpoint = open_checkpoint(path)
     contents = checkpoint.check(config or ModelConfig.from_folder(path))
     kind = _compute_dtype(contents.config.dtype if dtype is None else dtype)
     sizes = {name: checkpoint.entry(name).stop - checkpoint.entry(name).start for name in _used(contents)}

@@ -105,7 +105,8 @@ class Manifest:
 
 
 def _record(fields: dict[str, Any]) -> Record:
-    record = Record(**{**fields, "shape": tuple(int(n) for n in fields["shape"])})
+    shape = tuple(int(n) for n in fields["shape"])
+    record = Record(fields["file"], fields["source_dtype"], fields["dtype"], shape, fields["crc32"])
     if record.dtype not in STORED_TYPES:
         raise ValueError(f"dtype {record.dtype}")
     int(record.crc32, 16)

@@ -85,7 +85,7 @@ def write_safetensors(
         tensors: dtype and shape of each.
         arrays: their values, each once, in any order; one at a time is in memory.
     """
-    header, starts = _layout(tensors)
+    header, starts = file_layout(tensors)
     unfinished = path.with_name(path.name + ".unfinished")
     left = dict(tensors)
     try:
@@ -111,7 +111,7 @@ def tensor_bytes(dtype: np.dtype, shape: Sequence[int]) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def _layout(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
+def file_layout(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
     """The start of the file, and where in the file each tensor begins.
 
     Wide types come first, as other writers have it: every tensor is then aligned, which some readers rely on.

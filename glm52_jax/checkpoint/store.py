@@ -166,5 +166,3 @@ def _rows_of_a_chunk(shape: tuple[int, ...], size: int, limit: int) -> int:
     if rows % power == 0:
         return rows // power
     return rows // next(n for n in range(min(least, rows), rows + 1) if rows % n == 0)
-
-

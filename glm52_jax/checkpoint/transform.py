@@ -192,12 +192,10 @@ def _scales(source: Source, piece: Piece) -> np.ndarray:
     assert name is not None
     entry = source.entry(name)
     scales = np.empty(entry.shape, np.float32)
-    source.pread(name, 0, memoryview(scales).cast("B"))
+    source.pread(name, 0, _bytes(scales))
     wrong = ~(scales >= 0) | np.isinf(scales)  # in this form NaN is wrong too
     if wrong.any():
-        raise InputError(
-            f"{source.where[name]}: {name} holds {scales[wrong][0]}, expected finite scales of at least 0"
-        )
+        raise InputError(f"{source.where[name]}: {name} holds {scales[wrong][0]}, expected finite scales of at least 0")
     return scales
 
 
@@ -211,7 +209,7 @@ def _offset(stored: Stored, tensor: Tensor, itemsize: int) -> int:
 
 
 def _bytes(array: np.ndarray) -> memoryview:
-    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).cast("B")
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ class WorkFolder:
         return found
 
     @contextlib.contextmanager
-    def taking_part(self, who: str) -> Iterator[Journal]:
+    def taking_part(self, who: str) -> Generator[Journal]:
         """The journal of one process of several.
 
         Raises:
@@ -81,13 +81,20 @@ class WorkFolder:
                 yield journal
 
     @contextlib.contextmanager
-    def finishing(self) -> Iterator[None]:
+    def finishing(self) -> Generator[None]:
         """One process at a time; the others wait, and then find it finished."""
         with _locked(self.path / "finish.lock", wait=True):
             yield
 
     def temporary(self, name: str) -> Path:
         return self.path / f"{name}.part"
+
+    def write(self, path: Path, data: bytes) -> None:
+        """A file of the destination that is there whole or not at all; `flush_to_disk` makes it last."""
+        part = self.temporary(f"{path.name}.{os.getpid()}")
+        part.write_bytes(data)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(part, path)
 
     def remove(self) -> None:
         """After the destination is finished."""
@@ -116,16 +123,6 @@ def _whole_lines(path: Path) -> list[bytes]:
     return path.read_bytes().split(b"\n")[:-1]
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """A file that is there whole, on disk, or not at all."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    with part.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
-
-
 def flush_to_disk(paths: Iterable[Path]) -> None:
     """Waits until files and their names are on disk."""
     for path in paths:
@@ -137,7 +134,7 @@ def flush_to_disk(paths: Iterable[Path]) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
+def _locked(path: Path, *, wait: bool = False) -> Generator[bool]:
     """Whether a lock was free; it ends with the process, however that ends. Where there are no locks, it was."""
     try:
         import fcntl

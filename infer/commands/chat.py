@@ -9,7 +9,15 @@ import click
 
 from glm52_jax.errors import InputError
 from glm52_jax.text import REASONING_EFFORTS, ChatFormat
-from infer.commands.session import Session, figures_line, model_options, sampling_options, stream_texts, write
+from infer.commands.session import (
+    Session,
+    check_options,
+    figures_line,
+    model_options,
+    sampling_options,
+    stream_texts,
+    write,
+)
 from infer.generation import Generation
 
 END_OF_THINKING = "</think>"
@@ -48,6 +56,7 @@ def chat(
     fp8: str,
 ) -> None:
     """Talk to the checkpoint in folder CHECKPOINT. Lines are read from standard input, so a file can be piped in."""
+    check_options(temperature or 0.0, 1.0 if top_p is None else top_p, seed, chunk, stop)
     session = Session.open(checkpoint, dtype, fp8)
     format_ = ChatFormat.load(Path(checkpoint), session.tokenizer)
     session.console.print(f"chat format: {format_.source}. {HELP}", style="dim", soft_wrap=True)
@@ -65,7 +74,7 @@ def chat(
             session.console.print(f"thinking {'on' if thinking else 'off'}", style="dim")
             continue
         if line.startswith("/"):
-            session.console.print(HELP, style="dim")
+            session.console.print(HELP, style="dim", soft_wrap=True)
             continue
         messages.append({"role": "user", "content": line})
         try:
@@ -116,7 +125,7 @@ def _answer(session: Session, generation: Generation, stops: tuple[str, ...], th
             text += piece
             write(piece)
     except KeyboardInterrupt:
-        session.console.print("\nstopped", style="dim")
+        generation.end(0)
     write("\n")
     session.console.print(f"{figures_line(generation.figures)}; ended: {generation.reasons[0]}", style="dim")
     if not thinking:

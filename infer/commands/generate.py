@@ -6,7 +6,15 @@ import sys
 
 import click
 
-from infer.commands.session import Session, figures_line, model_options, sampling_options, stream_texts, write
+from infer.commands.session import (
+    Session,
+    check_options,
+    figures_line,
+    model_options,
+    sampling_options,
+    stream_texts,
+    write,
+)
 from infer.generation import Generation
 
 
@@ -38,6 +46,7 @@ def generate(
 
     Several prompts run as one batch. The text goes to standard output, figures to standard error.
     """
+    check_options(temperature, top_p, seed, chunk, stop)
     texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
     session = Session.open(checkpoint, dtype, fp8)
     generation = Generation(

@@ -15,8 +15,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from glm52_jax.checkpoint.load import load_with_report
 from glm52_jax.config import ModelConfig, load_config
 from glm52_jax.errors import InputError
-from glm52_jax.text import StopStrings, Tokenizer
+from glm52_jax.text import StopStrings, Tokenizer, check_stops
 from infer.generation import STOP, Figures, Generation
+from infer.sampling import Sampling
 from infer.speculative import MAX_DRAFT_TOKENS
 
 Command = Callable[..., Any]
@@ -53,12 +54,20 @@ def sampling_options(command: Command) -> Command:
             type=click.IntRange(0, MAX_DRAFT_TOKENS),
             default=0,
             show_default=True,
-            help="Drafts a step by the MTP layer; the result is the same.",
+            help="Drafts a step by the MTP layer; a greedy text stays the same.",
         ),
         click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampling."),
     ):
         command = option(command)
     return command
+
+
+def check_options(temperature: float, top_p: float, seed: int, chunk: int, stops: Sequence[str]) -> None:
+    """Refuses what no checkpoint could make right, before one is loaded."""
+    Sampling.of(1, temperature, top_p, [seed])
+    check_stops(stops)
+    if chunk < 1:
+        raise InputError(f"--chunk is {chunk}, expected at least 1")
 
 
 @dataclasses.dataclass

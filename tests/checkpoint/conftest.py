@@ -1,6 +1,7 @@
 """Small checkpoints, written once a session; a test that changes one takes a copy."""
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,12 @@ import pytest
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.config import ModelConfig
 from tests.checkpoint.builders import FP8, Folder, random_params, small_config
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is flushed matters when the power fails, not to these tests; processes that they start do flush."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from glm52_jax.block import Forms
 from glm52_jax.checkpoint.load import load_params
@@ -109,6 +110,26 @@ def all_cases() -> dict[str, Case]:
     return found | ({f"other-{p.name}": Case(f"other-{p.name}", p) for p in _folders(Path(other))} if other else {})
 
 
+def each_case(*quick: str, drafts: bool = False) -> pytest.MarkDecorator:
+    """Runs a test for every case, with `drafts` for those with a chain of drafts; slow but for those named.
+
+    The cases of `GLM52_CASES` are never slow: who names them wants to see them run.
+    """
+    found = [c for c in all_cases().values() if not drafts or "mtp_draft" in c.golden]
+    slow = {c.name: [pytest.mark.slow] * (c.folder.parent == FOLDER and c.name not in quick) for c in found}
+    return pytest.mark.parametrize("case", [pytest.param(c, id=c.name, marks=slow[c.name]) for c in found])
+
+
+def each_case_and(name: str, table: dict[str, tuple[str, ...]], *, drafts: bool = False) -> pytest.MarkDecorator:
+    """The same for every value of another argument, which `table` maps to the cases that are quick with it."""
+    values = [
+        pytest.param(value, *case.values, id=f"{case.id}-{value}", marks=case.marks)
+        for value, quick in table.items()
+        for case in each_case(*quick, drafts=drafts).args[1]
+    ]
+    return pytest.mark.parametrize((name, "case"), values)
+
+
 def _folders(root: Path) -> list[Path]:
     return sorted(path.parent for path in root.glob("*/golden.npz"))
 
@@ -138,13 +159,13 @@ def figures(case: Case, run: Run) -> dict[str, float]:
     gold, real = case.golden, case.real
     out = {
         "logits": _gap(run.logits, gold["logits"], real),
-        "hidden": max(_gap(a, b, real) for a, b in zip(run.hidden, gold["hidden"], strict=True)),
+        "hidden": float(np.max([_gap(a, b, real) for a, b in zip(run.hidden, gold["hidden"], strict=True)])),
         "topk": _unequal(run.topk, gold["topk"], real),
         "experts": _unequal(_experts(run.experts, real), _experts(gold["experts"], real), real),
     }
     if run.mtp_logits is not None and "mtp_logits" in gold:
-        known = run.mtp_logits.shape[1]
-        out["mtp_logits"] = _gap(run.mtp_logits, gold["mtp_logits"][:, :known], real[:, :known])
+        known = min(run.mtp_logits.shape[1], gold["mtp_logits"].shape[1])
+        out["mtp_logits"] = _gap(run.mtp_logits[:, :known], gold["mtp_logits"][:, :known], real[:, :known])
     if run.mtp_topk is not None and "mtp_topk" in gold:
         out["mtp_topk"] = _unequal(run.mtp_topk[None], gold["mtp_topk"][None], real)
     return out

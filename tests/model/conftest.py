@@ -1,30 +1,34 @@
-"""Fixtures of the model tests: the cases, and a quick compiler."""
+"""For all model tests: a quick compiler, and tests of one case side by side, since they share compiled steps."""
 
 from collections.abc import Iterator
 
-import jax
 import pytest
 
+from glm52_jax import model
+from tests.model import paths
 from tests.model.cases import Case, all_cases
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that takes `case` runs for every case, one that takes `draft_case` for every case with a draft layer."""
-    cases = list(all_cases().values())
-    if "case" in metafunc.fixturenames:
-        metafunc.parametrize("case", cases, ids=[c.name for c in cases])
-    if "draft_case" in metafunc.fixturenames:
-        cases = [c for c in cases if "mtp_draft" in c.golden]
-        metafunc.parametrize("draft_case", cases, ids=[c.name for c in cases])
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Brings the tests of a case together, in the places that tests with a case have in the whole."""
+    places = [i for i, item in enumerate(items) if _case(item)]
+    ordered = sorted((items[i] for i in places), key=lambda item: _case(item).name)
+    for place, item in zip(places, ordered, strict=True):
+        items[place] = item
+
+
+def _case(item: pytest.Item) -> Case | None:
+    case = getattr(item, "callspec", None) and item.callspec.params.get("case")
+    return case if isinstance(case, Case) else None
 
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_compiler() -> Iterator[None]:
-    """Compiles without the costly passes, which takes half the time; the slow tests repeat some paths with them."""
-    before = jax.config.jax_disable_most_optimizations
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    """`glm52_jax.trace` and `forward` compile quickly; the slow tests repeat every form as users run it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "_trace", paths.TRACE)
+        patch.setattr(model, "_forward", paths.FORWARD)
+        yield
 
 
 @pytest.fixture

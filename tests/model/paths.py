@@ -56,12 +56,31 @@ def draft_step(
     return mtp.logits(params, state), state, cache, selection
 
 
+def _quick_options() -> dict[str, Any]:
+    """Without its costly passes the compiler takes a quarter of the time; results are the same within rounding."""
+    options = {
+        "xla_backend_optimization_level": 0,
+        "xla_llvm_disable_expensive_passes": True,
+        "xla_cpu_use_fusion_emitters": False,
+    }
+    try:
+        jax.jit(lambda x: x + 1, compiler_options=options)(0)
+    except Exception:  # a compiler that has no such options is merely slower
+        return {}
+    return options
+
+
+QUICK_OPTIONS = _quick_options()
+
+
 def compiled(function: Any) -> Any:
-    """A jitted function of its own: what is patched now is what it traces."""
-    return jax.jit(partial(function), static_argnames=("config", "forms"))
+    """A quickly jitted function of its own: what is patched now is what it traces."""
+    return jax.jit(partial(function), static_argnames=("config", "forms"), compiler_options=QUICK_OPTIONS)
 
 
+ROOM = 9  # positions beyond a case's length, for the longest continuation
 STEP, DRAFT_STEP = compiled(one_step), compiled(draft_step)
+TRACE, FORWARD = compiled(model._trace.__wrapped__), compiled(model._forward.__wrapped__)
 
 
 def hostile_cache(
@@ -109,7 +128,7 @@ class Walk:
     """The rows of a case on their way through the cache; collects what every step shows."""
 
     def __init__(
-        self, case: Case, params: dict, *, page_size: int, room: int = 0, fill: float = np.nan, step: Any = STEP
+        self, case: Case, params: dict, *, page_size: int, room: int = ROOM, fill: float = np.nan, step: Any = STEP
     ):
         self.case, self.config, self.params, self.step = case, case.config, params, step
         batch, length = case.tokens.shape
@@ -179,27 +198,31 @@ class Walk:
 
     def written(self) -> tuple[int, int]:
         """Slots of the two stacks that are no longer as they were."""
-        return tuple(int((~np.isnan(np.asarray(a, np.float32))).all(-1).sum()) for a in self._stacks())
+        return tuple(int((~np.isnan(np.asarray(a, np.float32))).all(-1).sum()) for a in self.stacks())
 
     def partly_written(self) -> bool:
-        rows = [np.isnan(np.asarray(a, np.float32)) for a in self._stacks()]
+        rows = [np.isnan(np.asarray(a, np.float32)) for a in self.stacks()]
         return any((row.any(-1) & ~row.all(-1)).any() for row in rows)
 
-    def _stacks(self) -> tuple[jax.Array, jax.Array]:
+    def stacks(self) -> tuple[jax.Array, jax.Array]:
         return self.cache.latent, self.cache.index_keys
 
-    def draft(self, forms: Forms, steps: int, draft_step: Any = DRAFT_STEP) -> tuple[np.ndarray, list[np.ndarray]]:
-        """The last tokens of every row in one step, then a chain of drafts: its tokens, and what each step selected."""
-        counts = self.case.lengths - self.done
-        seen, positions = self.take(counts, int(counts.max()) + 1, forms)
-        rows, last = np.arange(len(counts)), positions.argmax(1)
+    def draft(
+        self, forms: Forms, steps: int, *, width: int, counts: np.ndarray | None = None, draft_step: Any = DRAFT_STEP
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """`counts` tokens of every row in one step, all that are left when None, then a chain of drafts from there.
+
+        Returns the tokens of the chain, and what each of its steps selected.
+        """
+        seen, positions = self.take(self.case.lengths - self.done if counts is None else counts, width, forms)
+        rows, last = np.arange(len(positions)), positions.argmax(1)
         state = np.asarray(seen.mtp_state)[rows, last][:, None]
         tokens = [np.asarray(seen.mtp_logits)[rows, last].argmax(-1)]
         chosen = seen.mtp_selection.rows(jnp.asarray(last, jnp.int32))
         sets = [np.asarray(chosen.sorted_indices(self._k(chosen)))]
         reused = chosen if self.config.index_share_for_mtp_iteration else None
         for number in range(1, steps):
-            where = (self.case.lengths - 1 + number)[:, None].astype(np.int32)
+            where = (self.done - 1 + number)[:, None].astype(np.int32)
             logits, state, self.cache, chosen = draft_step(
                 self.params, self.config, state, tokens[-1][:, None].astype(np.int32), where, self.cache,
                 forms=forms, selection=reused,

@@ -170,7 +170,7 @@ def random_weight(name: str, shape: torch.Size, recipe: Recipe, config: dict[str
         return 0.3 * noise
     if name.endswith("embed_tokens.weight"):
         return noise
-    gain = 0.2 if re.search(r"(o_proj|down_proj)(\.weight)?$", name) else 1.0
+    gain = 0.1 if re.search(r"(o_proj|down_proj)(\.weight)?$", name) else 1.0
     weight = noise * (gain / math.sqrt(shape[-1]))
     if name.endswith("q_a_proj.weight"):
         weight *= recipe.latent_gain
@@ -356,10 +356,10 @@ def attempt(recipe: Recipe, seed: int) -> tuple[bool, dict[str, Any], dict[str, 
 
 
 def shaken(trunk: GlmMoeDsaForCausalLM, ids, real, values: dict[str, torch.Tensor], g: torch.Generator) -> float:
-    """How much the reference itself changes with noise of the size of bfloat16's rounding at the input of every layer.
+    """How much the reference itself changes with noise of the size of bfloat16's rounding at every layer's input.
 
-    Returns the largest share of rows whose selection or experts change, over `SHAKES` runs; one where the logits turn by
-    more than `TURN`.
+    Returns the largest share of rows whose selection or experts change, over `SHAKES` runs; one where the logits turn
+    by more than `TURN`.
     """
     worst = 0.0
     for _ in range(SHAKES):

@@ -44,7 +44,7 @@ def routed_experts_sorted(
         def run_rows(rows: int, inputs: jax.Array) -> jax.Array:
             return jnp.pad(mlp(inputs[:rows], *weights).astype(jnp.float32), ((0, tile - rows), (0, 0)))
 
-        result = over_prefix(counts[expert] - done - 1, tile, 1, run_rows, inputs)
+        result = over_prefix(counts[expert] - done - 1, tile, -(-tile // 4) if tile <= 64 else 32, run_rows, inputs)
         # Rows past this expert's last are overwritten by the next expert's tile, which comes later.
         return jax.lax.dynamic_update_slice(outputs, result, (row, 0))
 

@@ -1,0 +1,185 @@
+"""`glm52 convert`, `glm52 export` and `glm52 verify`: options and what is printed; the work is done elsewhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+
+from glm52_jax.checkpoint.progress import progressing
+from glm52_jax.checkpoint.settings import DTYPE_NAMES, KEEP, Settings
+from glm52_jax.checkpoint.sizes import SIZE, short_size
+from glm52_jax.checkpoint.store import CHUNK_BYTES
+from glm52_jax.errors import InputError
+
+if TYPE_CHECKING:
+    from glm52_jax.checkpoint.convert import Plan
+
+_HELP = {"help_option_names": ["-h", "--help"]}
+_MOST_DIFFERENCES = 20
+_JOBS = max(2, min(8, os.cpu_count() or 2))
+
+
+def _jobs(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option("--jobs", type=click.IntRange(1), default=_JOBS, show_default=True, help="Threads.")(command)
+
+
+@click.command(context_settings=_HELP)
+@click.argument("source")
+@click.argument("destination", type=click.Path(path_type=Path))
+@click.option(
+    "--dtype",
+    type=click.Choice([KEEP, *DTYPE_NAMES]),
+    default=KEEP,
+    show_default=True,
+    help="Type of the plain weights; other than keep, FP8 weights are dequantised to it.",
+)
+@click.option("--quantize", type=click.Choice(["fp8"]), help="Store in FP8 blocks what the published FP8 files do.")
+@click.option("--layers", help="Only these, such as 0,3,6-9,78 (the MTP layer is the last); to look at, not to run.")
+@click.option("--without-mtp", is_flag=True, help="Go on without an MTP layer, or leave it out.")
+@click.option("--process", default="1/1", metavar="I/N", help="The I-th of N processes that share the work.")
+@click.option("--unit-size", type=SIZE, help="What a worker loses at most when it is stopped.  [default: 256MiB]")
+@click.option(
+    "--chunk-size", type=SIZE, default=CHUNK_BYTES, help="Largest file of a matrix that is cut.  [default: 64MiB]"
+)
+@_jobs
+def convert(
+    source: str,
+    destination: Path,
+    dtype: str,
+    quantize: str | None,
+    layers: str | None,
+    without_mtp: bool,
+    process: str,
+    unit_size: int | None,
+    chunk_size: int,
+    jobs: int,
+) -> None:
+    """Convert a published checkpoint to an Orbax checkpoint.
+
+    SOURCE is a folder, a URL such as gs://bucket/GLM-5.2, or the id of a repository on the Hugging Face hub.
+
+    The same command goes on where it was stopped, whatever stopped it. DESTINATION/params is what Orbax restores;
+    manifest.json says what every tensor was made from.
+    """
+    from glm52_jax.checkpoint import convert as conversion
+    from glm52_jax.checkpoint.sources import opened
+
+    settings = Settings(dtype, quantize, _layers(layers), without_mtp, chunk_size)
+    part, unit_bytes = _process(process), unit_size or conversion.UNIT_BYTES
+    with opened(source) as checkpoint:
+        _convert(conversion.plan(checkpoint, destination, settings), jobs, part, unit_bytes)
+
+
+def _convert(planned: Plan, jobs: int, process: tuple[int, int], unit_bytes: int) -> None:
+    from glm52_jax.checkpoint.convert import convert
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    for note in planned.notes:
+        console.print(note, style="yellow", markup=False)
+    tensors = len(planned.outputs)
+    console.print(
+        f"{tensors:,} tensors, {short_size(planned.bytes)}, {len(planned.leaves):,} leaves; at most "
+        f"{planned.memory_bound(jobs) / 2**20:,.0f} MiB of anonymous memory"
+    )
+    with progressing(console, "converting") as meter:
+        result = convert(planned, jobs=jobs, process=process, unit_bytes=unit_bytes, meter=meter)
+    if result.account.bytes:
+        console.print(result.account.line())
+    if result.left:
+        console.print(f"{result.left:,} tensors are left to other processes; the last of them finishes the checkpoint")
+    else:
+        console.print(f"{planned.destination}: finished")
+
+
+def _process(text: str) -> tuple[int, int]:
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise InputError(f"--process is {text!r}, expected the number of a process and how many there are, such as 2/4")
+    return int(number), int(count)
+
+
+def _layers(text: str | None) -> tuple[int, ...] | None:
+    """Layer numbers and ranges, both ends included."""
+    if text is None:
+        return None
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not (last.isdecimal() and int(first) <= int(last) < 10**6)):
+            raise InputError(f"--layers is {text!r}, expected layer numbers and ranges such as 0,3,6-9")
+        found |= set(range(int(first), int(last) + 1)) if dash else {int(first)}
+    return tuple(sorted(found))
+
+
+@click.command(context_settings=_HELP)
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("destination", type=click.Path(path_type=Path))
+@click.option("--shard-size", type=SIZE, default="5GB", show_default=True, help="Largest size of a file's tensors.")
+@click.option(
+    "--dtype",
+    type=click.Choice([KEEP, *DTYPE_NAMES]),
+    default=KEEP,
+    show_default=True,
+    help="Type of the plain weights; other than keep, FP8 weights are dequantised to it.",
+)
+@click.option("--fused-experts", is_flag=True, help="One tensor for all experts of a layer; not in FP8.")
+@click.option("--without-mtp", is_flag=True, help="Leave the MTP layer out.")
+@_jobs
+def export(
+    source: Path, destination: Path, shard_size: int, dtype: str, fused_experts: bool, without_mtp: bool, jobs: int
+) -> None:
+    """Write a converted checkpoint in the published layout again.
+
+    Says where values are not those of the source any more. The same command goes on where it was stopped.
+    """
+    from glm52_jax.checkpoint import export as exporting
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    settings = Settings(dtype, without_mtp=without_mtp)
+    planned = exporting.plan(source, destination, settings, shard_bytes=shard_size, fused_experts=fused_experts)
+    for note in planned.notes:
+        console.print(note, style="yellow", markup=False)
+    files = len(planned.shards)
+    console.print(
+        f"{planned.tensors:,} tensors, {short_size(planned.bytes)}, {files} file{'s' * (files > 1)}; at most "
+        f"{planned.memory_bound(jobs) / 2**20:,.0f} MiB of anonymous memory"
+    )
+    with progressing(console, "exporting") as meter:
+        account = exporting.export(planned, jobs=jobs, meter=meter)
+    console.print(account.line())
+    console.print(f"{destination}: finished")
+
+
+@click.command(context_settings=_HELP)
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--against", "source", required=True, help="What it was made from.")
+@click.option("--quick", is_flag=True, help="Names, types, shapes, sizes and totals only; no value is read.")
+@_jobs
+def verify(target: Path, source: str, quick: bool, jobs: int) -> None:
+    """Compare a converted or exported checkpoint with its source, every tensor by value.
+
+    The exit code is 0 where they are equal, 1 where they differ, 2 where one of them cannot be read.
+    """
+    from glm52_jax.checkpoint import verify as verification
+    from glm52_jax.checkpoint.sources import open_checkpoint, opened
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    with opened(source) as checkpoint, progressing(console, "verifying") as meter:
+        report = verification.verify(open_checkpoint(target), checkpoint, quick=quick, jobs=jobs, meter=meter)
+    for note in (*report.notes, *report.changed):
+        console.print(note, style="yellow", markup=False)
+    if report.account is not None:
+        console.print(report.account.line())
+    for difference in report.differences[:_MOST_DIFFERENCES]:
+        click.echo(difference)
+    if len(report.differences) > _MOST_DIFFERENCES:
+        click.echo(f"and {len(report.differences) - _MOST_DIFFERENCES:,} more")
+    if report.differences:
+        raise SystemExit(1)
+    how = "names, types, shapes and sizes are" if quick else "every value is"
+    click.echo(f"{report.tensors:,} tensors, {short_size(report.bytes)}: {how} as {source} gives them")

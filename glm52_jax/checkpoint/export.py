@@ -1,0 +1,280 @@
+"""Any checkpoint to the published layout: shards streamed one by one, an index, the config and its companions.
+
+Shards are written under temporary names and renamed when whole; a rerun keeps those that are there. `config.json` comes
+last, and with it the note that the folder is unfinished goes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from glm52_jax.checkpoint.companions import companions
+from glm52_jax.checkpoint.convert import config_text, memory_bound, refuse_nested
+from glm52_jax.checkpoint.converted import ConvertedCheckpoint
+from glm52_jax.checkpoint.published import FLOAT8, INDEX_FILE, SINGLE_FILE, fused_name
+from glm52_jax.checkpoint.safetensors_file import DTYPES, SafetensorsFile, file_layout
+from glm52_jax.checkpoint.settings import Settings, changes, checked, pieces, target_config, target_json
+from glm52_jax.checkpoint.sources import Checkpoint, open_checkpoint
+from glm52_jax.checkpoint.transform import Piece, values
+from glm52_jax.checkpoint.work_folder import WorkFolder, flush_to_disk
+from glm52_jax.checkpoint.workers import Account, Meter, Pulse, run, unwritable
+from glm52_jax.config import ModelConfig, read_json
+from glm52_jax.errors import InputError
+
+SHARD_BYTES = 5 * 10**9
+
+Kinds = dict[str, tuple[str, tuple[int, ...]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """Pieces that stay together in one file: a weight with its scale, or all the experts of a fused tensor.
+
+    Attributes:
+        tensors: safetensors type and shape, by the name in the file.
+        pieces: each with the tensor that every output of it goes to; they fill it one after another.
+    """
+
+    tensors: Kinds
+    pieces: tuple[tuple[Piece, tuple[str, ...]], ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(p.bytes for p, _ in self.pieces)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """One file to write."""
+
+    file: str
+    groups: tuple[_Group, ...]
+
+    @property
+    def tensors(self) -> Kinds:
+        return {name: kind for group in self.groups for name, kind in group.tensors.items()}
+
+    @property
+    def bytes(self) -> int:
+        return sum(group.bytes for group in self.groups)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """An export that has been found possible; `notes` are sentences a user should read before it starts."""
+
+    source: Checkpoint
+    destination: Path
+    settings: Settings
+    fused_experts: bool
+    shard_bytes: int
+    shards: tuple[Shard, ...]
+    config_text: str
+    notes: tuple[str, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(shard.bytes for shard in self.shards)
+
+    @property
+    def tensors(self) -> int:
+        return sum(len(shard.tensors) for shard in self.shards)
+
+    def memory_bound(self, jobs: int) -> int:
+        """Anonymous memory that the export stays under."""
+        return memory_bound(
+            self.source, [p for shard in self.shards for group in shard.groups for p, _ in group.pieces], jobs
+        )
+
+    def command(self) -> str:
+        fused = " --fused-experts" * self.fused_experts
+        size = f" --shard-size {self.shard_bytes}" if self.shard_bytes != SHARD_BYTES else ""
+        return f"glm52 export {self.source.name} {self.destination}{self.settings.options()}{size}{fused}"
+
+
+def plan(
+    source: str | Path | Checkpoint,
+    destination: str | Path,
+    settings: Settings,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    fused_experts: bool = False,
+) -> Plan:
+    """Lays out the files, reading headers only.
+
+    Raises:
+        InputError: the source is not whole; the destination is in use; experts in float8 are to be fused.
+    """
+    opened = open_checkpoint(source) if isinstance(source, str | Path) else source
+    folder = Path(destination)
+    refuse_nested(opened.folder, folder)
+    _refuse_occupied(folder)
+    config = ModelConfig.from_folder(opened.folder)
+    contents = checked(opened, config, settings)
+    work = pieces(opened, contents, settings)
+    target = target_config(contents, settings, work)
+    edited = target_json(read_json(opened.folder / "config.json"), config, target)
+    earlier = list(opened.manifest.notes) if isinstance(opened, ConvertedCheckpoint) else []
+    groups = _groups(work, target, fused_experts)
+    return Plan(
+        opened,
+        folder,
+        settings,
+        fused_experts,
+        shard_bytes,
+        _shards(groups, shard_bytes),
+        config_text(opened, edited),
+        (*contents.notes, *(f"in the conversion: {note}" for note in earlier), *changes(work)),
+    )
+
+
+def export(planned: Plan, *, jobs: int = 2, meter: Callable[[int, int], Meter] | None = None) -> Account:
+    """Carries out a plan, or what is left of it.
+
+    Raises:
+        InputError: other settings than those it was begun with; the disk is full; the source can no longer be read.
+    """
+    work = WorkFolder(planned.destination)
+    try:
+        work.begin(_identity(planned), planned.command())
+        with work.taking_part("export"):
+            left = [shard for shard in planned.shards if not _is_there(planned.destination / shard.file, shard)]
+            rest = sum(shard.bytes for shard in left)
+            writer = _Writer(planned, work)
+            account = run(
+                left,
+                writer.shard,
+                jobs=jobs,
+                destination=planned.destination,
+                meter=meter(planned.bytes, planned.bytes - rest) if meter else None,
+            )
+            _finish(planned, work)
+    except OSError as error:
+        raise unwritable(planned.destination, error) from None
+    return account
+
+
+class _Writer:
+    """Writes shards."""
+
+    def __init__(self, planned: Plan, work: WorkFolder):
+        self.planned, self.work = planned, work
+
+    def shard(self, shard: Shard, pulse: Pulse) -> None:
+        header, starts = file_layout({name: (DTYPES[dtype], shape) for name, (dtype, shape) in shard.tensors.items()})
+        part = self.work.temporary(f"{threading.get_native_id()}")
+        with part.open("wb", buffering=0) as file:
+            file.write(header)
+            for group in shard.groups:
+                for p, names in group.pieces:
+                    for number, data in values(self.planned.source, p):
+                        name, count = names[number], len(data)
+                        file.seek(starts[name])
+                        while data:
+                            data = data[file.write(data) :]
+                        starts[name] += count
+                        pulse(count)
+        flush_to_disk([part])
+        part.replace(self.planned.destination / shard.file)
+
+
+def _refuse_occupied(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder}: is a file, expected a folder to write to")
+    if folder.is_dir() and not WorkFolder(folder).exists:
+        other = next((e.name for e in sorted(folder.iterdir()) if e.name != WorkFolder(folder).path.name), None)
+        if other is not None:
+            raise InputError(f"{folder}: is not empty ({other}), expected a new folder or an unfinished export")
+
+
+def _groups(work: Sequence[Piece], target: ModelConfig, fused: bool) -> list[_Group]:
+    """Pieces by the tensors of the files that they go to, in the order of the layers."""
+    groups: dict[str, list[Piece]] = {}
+    for p in sorted(work, key=lambda p: _place(p.name, target)):
+        whole = fused_name(p.name) if fused else None
+        groups.setdefault(whole[0] if whole else p.name, []).append(p)
+    return [_group(name, members) for name, members in groups.items()]
+
+
+def _group(name: str, members: list[Piece]) -> _Group:
+    if fused_name(members[0].name) is None or name == members[0].name:
+        (p,) = members
+        return _Group(
+            {output.name: (output.dtype, output.shape) for output in p.outputs},
+            ((p, tuple(output.name for output in p.outputs)),),
+        )
+    if any(p.outputs[0].dtype == FLOAT8 for p in members):
+        raise InputError(f"{name} cannot be one tensor of all experts in float8, which no reader knows; try --dtype")
+    rows, columns = members[0].outputs[0].shape
+    places = {p: fused_name(p.name) for p in members}
+    members = sorted(members, key=lambda p: (places[p] or ("", 0, 0))[1:])
+    experts = len({(places[p] or ("", 0, 0))[1] for p in members})
+    shape = (experts, len(members) // experts * rows, columns)
+    return _Group({name: (members[0].outputs[0].dtype, shape)}, tuple((p, (name,)) for p in members))
+
+
+def _place(name: str, target: ModelConfig) -> tuple[int, str, int]:
+    """The embedding, the layers, then the final norm and the head; experts by number."""
+    parts = name.split(".")
+    expert = int(parts[5]) if ".mlp.experts." in name else -1
+    layer = int(parts[2]) if parts[1] == "layers" else -1 if "embed" in name else target.num_hidden_layers + 1
+    return layer, "" if expert < 0 else "experts", expert
+
+
+def _shards(groups: Sequence[_Group], shard_bytes: int) -> tuple[Shard, ...]:
+    files: list[list[_Group]] = [[]]
+    size = 0
+    for group in groups:
+        if files[-1] and size + group.bytes > shard_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(group)
+        size += group.bytes
+    names = [SINGLE_FILE] if len(files) == 1 else [_shard_name(i, len(files)) for i in range(1, len(files) + 1)]
+    return tuple(Shard(name, tuple(members)) for name, members in zip(names, files, strict=True))
+
+
+def _shard_name(number: int, count: int) -> str:
+    return f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def _identity(planned: Plan) -> dict[str, object]:
+    """Whatever two runs must have in common to work on one destination."""
+    source = planned.source
+    made = source.manifest.text() if isinstance(source, ConvertedCheckpoint) else json.dumps(source.where)
+    layout = json.dumps([(shard.file, shard.tensors) for shard in planned.shards])
+    return planned.settings.as_json() | {
+        "shard_bytes": planned.shard_bytes,
+        "fused_experts": planned.fused_experts,
+        "source": f"{zlib.crc32((made + layout).encode()):08x}",
+    }
+
+
+def _is_there(path: Path, shard: Shard) -> bool:
+    if not path.exists():
+        return False
+    entries = SafetensorsFile(path).entries
+    return {name: (entry.dtype, entry.shape) for name, entry in entries.items()} == shard.tensors
+
+
+def _finish(planned: Plan, work: WorkFolder) -> None:
+    folder, written = planned.destination, []
+    if len(planned.shards) > 1:
+        weight_map = {name: shard.file for shard in planned.shards for name in shard.tensors}
+        index = {"metadata": {"total_size": planned.bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        written.append((INDEX_FILE, _json(index)))
+    written += [(path.name, path.read_bytes()) for path in companions(planned.source.folder)]
+    written.append(("config.json", planned.config_text.encode()))
+    for name, data in written:
+        work.write(folder / name, data)
+    flush_to_disk([*(folder / name for name, _ in written), folder])
+    work.remove()
+
+
+def _json(value: object) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()

@@ -1,0 +1,170 @@
+"""What a conversion or an export is asked to do, and the config that its result has. Knows no files."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from glm52_jax.checkpoint.published import FLOAT8, Contents
+from glm52_jax.checkpoint.safetensors_file import DTYPES
+from glm52_jax.checkpoint.store import CHUNK_BYTES
+from glm52_jax.checkpoint.transform import Piece, Source, piece
+from glm52_jax.config import ModelConfig, QuantizationConfig
+from glm52_jax.errors import InputError
+
+KEEP = "keep"
+DTYPE_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+PUBLISHED_BLOCK = (128, 128)
+# In `config.json` each of these may say the type, by the age of the program that wrote it.
+_DTYPE_FIELDS = ("dtype", "torch_dtype")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Attributes:
+    dtype: "keep", or the type of every plain tensor but the float32 ones; float8 weights are then dequantised.
+    quantize: "fp8" to store in blocks what the published FP8 files store so, or None.
+    layers: the layers to take, the MTP layer under its number; None for all.
+    without_mtp: go on where the MTP layer is declared but absent, or leave it out.
+    chunk_bytes: largest chunk of the store.
+    """
+
+    dtype: str = KEEP
+    quantize: str | None = None
+    layers: tuple[int, ...] | None = None
+    without_mtp: bool = False
+    chunk_bytes: int = CHUNK_BYTES
+
+    def as_json(self) -> dict[str, Any]:
+        raw = dataclasses.asdict(self)
+        return raw | {"layers": None if self.layers is None else list(self.layers)}
+
+    def options(self) -> str:
+        """As they are written on a command line, the default ones left out."""
+        parts = [f"--dtype {self.dtype}"] if self.dtype != KEEP else []
+        parts += [f"--quantize {self.quantize}"] if self.quantize else []
+        parts += [f"--layers {','.join(map(str, self.layers))}"] if self.layers is not None else []
+        parts += ["--without-mtp"] if self.without_mtp else []
+        parts += [f"--chunk-size {self.chunk_bytes}"] if self.chunk_bytes != CHUNK_BYTES else []
+        return "".join(f" {part}" for part in parts)
+
+
+def checked(source: Any, config: ModelConfig, settings: Settings) -> Contents:
+    """What the source holds, compared with its config.
+
+    Raises:
+        InputError: a tensor is missing, extra or of another form; the MTP layer is declared but absent; the source is
+            float8 already and is to be quantised; a layer is asked for that the model has not.
+    """
+    if settings.dtype not in (KEEP, *DTYPE_NAMES):
+        raise InputError(f"dtype is {settings.dtype!r}, expected {KEEP} or {' or '.join(DTYPE_NAMES)}")
+    if settings.quantize not in (None, "fp8"):
+        raise InputError(f"quantize is {settings.quantize!r}, expected fp8")
+    contents: Contents = source.check(config.without_mtp() if settings.without_mtp else config)
+    if config.has_mtp and not contents.config.has_mtp and not settings.without_mtp:
+        raise InputError(
+            f"{source.folder}: config.json declares an MTP layer (num_nextn_predict_layers 1), but there is no tensor "
+            f"of it (model.layers.{config.num_hidden_layers}.*); --without-mtp goes on without it"
+        )
+    if settings.quantize and config.quantization is not None:
+        raise InputError(f"{source.folder}: is in float8 already, expected plain weights to quantise")
+    last = config.num_hidden_layers + contents.config.has_mtp - 1
+    for layer in settings.layers or ():
+        if not 0 <= layer <= last:
+            raise InputError(f"layers names {layer}, but the model has layers 0 to {last}")
+    return contents
+
+
+def pieces(source: Source, contents: Contents, settings: Settings) -> list[Piece]:
+    """Everything to write, in the order of the source's files, so that each is read from front to back."""
+    # With a quantization_config, the table says of each tensor whether it is stored in float8.
+    quantized = _quantized_names(contents.config) if settings.quantize else frozenset()
+    block = PUBLISHED_BLOCK if settings.quantize else None
+    found = []
+    for name, stored in contents.tensors.items():
+        if settings.layers is not None and _layer(name) not in (None, *settings.layers):
+            continue
+        dtype = None if settings.dtype == KEEP or stored.tensor.float32 else DTYPE_NAMES[settings.dtype]
+        if name in quantized:
+            dtype = FLOAT8
+        found.append(piece(source, contents, stored.tensor, dtype, block))
+    return sorted(found, key=lambda p: (p.file, source.entry(p.stored.name).start + p.offset, p.name))
+
+
+def target_config(contents: Contents, settings: Settings, written: list[Piece]) -> ModelConfig:
+    """The config of what is written."""
+    config = contents.config
+    if settings.quantize:
+        plain = [p.name.removesuffix(".weight") for p in written if p.outputs[0].dtype != FLOAT8]
+        config = dataclasses.replace(config, quantization=QuantizationConfig(PUBLISHED_BLOCK, tuple(plain)))
+    if settings.dtype != KEEP:
+        quantization = config.quantization if settings.quantize else None
+        config = dataclasses.replace(config, dtype=settings.dtype, quantization=quantization)
+    return config
+
+
+def target_json(raw: Mapping[str, Any], found: ModelConfig, target: ModelConfig) -> dict[str, Any] | None:
+    """The content of the target's `config.json`: the source's, with what changes; None where nothing does.
+
+    Args:
+        raw: the content of the source's `config.json`.
+        found, target: the config of the source and of the target.
+    """
+    if found == target:
+        return None
+    new, full = dict(raw), target.to_dict()
+    if found.dtype != target.dtype:
+        new |= {field: target.dtype for field in _DTYPE_FIELDS if field in raw} or {"dtype": target.dtype}
+    if found.quantization != target.quantization:
+        new.pop("quantization_config", None)
+        new |= {"quantization_config": full["quantization_config"]} if target.quantization else {}
+    if found.has_mtp and not target.has_mtp:
+        new["num_nextn_predict_layers"] = 0
+    try:
+        # Ids that end a text may come from generation_config.json, which is copied beside it.
+        same = dataclasses.replace(ModelConfig.from_dict(new), **_from_generation(target)) == target
+    except InputError:
+        same = False
+    return new if same else full
+
+
+def changes(written: list[Piece]) -> list[str]:
+    """A sentence for each way in which values are no longer those of the source."""
+    words = {
+        "quantize": "quantised, which rounds them",
+        "dequantize": "dequantised, codes times scales",
+    }
+    found: dict[tuple[str, str | None, str], int] = {}
+    for p in written:
+        weight = p.outputs[0]
+        key = (p.kind, weight.source_dtype, weight.dtype)
+        found[key] = found.get(key, 0) + 1
+    sentences = []
+    for (kind, before, after), count in sorted(found.items(), key=str):
+        if kind == "copy":
+            continue
+        word = words.get(kind) or ("widened, which changes no value" if _widens(before, after) else "rounded")
+        sentences.append(f"{count} {'tensor' if count == 1 else 'tensors'} of {before} became {after}: {word}")
+    return sentences
+
+
+def _widens(before: str | None, after: str) -> bool:
+    return before is not None and DTYPES[before].itemsize < DTYPES[after].itemsize
+
+
+def _quantized_names(config: ModelConfig) -> frozenset[str]:
+    from glm52_jax.spec import published_tensors
+
+    policy = dataclasses.replace(config, quantization=QuantizationConfig(PUBLISHED_BLOCK))
+    return frozenset(tensor.name for _, tensor in published_tensors(policy) if tensor.quantized)
+
+
+def _from_generation(config: ModelConfig) -> dict[str, Any]:
+    fields = ("eos_token_ids", "temperature", "top_p", "pad_token_id")
+    return {field: getattr(config, field) for field in fields}
+
+
+def _layer(name: str) -> int | None:
+    parts = name.split(".")
+    return int(parts[2]) if parts[:2] == ["model", "layers"] else None

@@ -1,0 +1,28 @@
+"""Conversions of small checkpoints, and what a folder holds."""
+
+from pathlib import Path
+from typing import Any
+
+from glm52_jax.checkpoint.convert import Result, convert, plan
+from glm52_jax.checkpoint.settings import Settings
+from glm52_jax.checkpoint.sources import open_checkpoint
+
+SMALL = {"chunk_bytes": 8192}
+"""Cuts the larger matrices of the small checkpoints too."""
+
+
+def run_convert(source: Path, destination: Path, **settings: Any) -> Result:
+    return convert(plan(source, destination, Settings(**(SMALL | settings))), unit_bytes=50_000)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder by its path."""
+    return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
+
+
+def tensors(folder: Path) -> dict[str, Any]:
+    """Type, shape and bytes of every tensor of a checkpoint of either form, by its name in the files."""
+    opened = open_checkpoint(folder)
+    return {
+        name: (opened.entry(name).dtype, opened.entry(name).shape, opened.read(name).tobytes()) for name in opened.where
+    }

@@ -1,0 +1,94 @@
+"""The generating commands as a user runs them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from glm52_jax.cli import glm52
+from glm52_jax.errors import InputError
+from glm52_jax.text import Tokenizer
+from infer.commands.session import stream_texts
+from infer.generation import STOP, Generation, generate
+from tests.infer.conftest import CONFIG
+
+
+def run(*arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(glm52, list(arguments), input=stdin, catch_exceptions=True)
+
+
+def test_generate_prints_the_text_and_the_figures(checkpoint: Path, params: dict) -> None:
+    tokenizer = Tokenizer.load(checkpoint)
+    expected = generate(params, CONFIG, [tokenizer.encode("Hello, you")], 12, stop_ids=())[0]
+    for drafts in ("3", "0"):
+        result = run("generate", str(checkpoint), "Hello, you", "-n", "12", "--ignore-eos", "--draft-tokens", drafts)
+        assert result.exit_code == 0, result.output
+        assert result.stdout == tokenizer.decode(expected) + "\n"
+        assert "12 new" in result.stderr
+        assert ("drafts accepted" in result.stderr) == (drafts == "3")
+    piped = run("generate", str(checkpoint), "-", "-n", "12", "--ignore-eos", stdin="Hello, you")
+    assert piped.stdout == result.stdout
+
+
+def test_generate_takes_several_prompts(checkpoint: Path) -> None:
+    result = run("generate", str(checkpoint), "one", "another one", "-n", "4", "-t", "1", "--seed", "5")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("--- prompt") == 2
+
+
+def test_a_stop_string_ends_the_text_before_it(checkpoint: Path, params: dict) -> None:
+    """B57: the stop string spans tokens, and nothing of it is shown."""
+    tokenizer = Tokenizer.load(checkpoint)
+    prompt = tokenizer.encode("Hello, you")
+    whole = tokenizer.decode(generate(params, CONFIG, [prompt], 16, stop_ids=())[0])
+    stop = whole[5:8]
+    generation = Generation(params, CONFIG, [prompt], 16, stop_ids=())
+    text = "".join(piece for _, piece in stream_texts(generation, tokenizer, 1, [stop]))
+    assert text == whole[: whole.index(stop)]
+    assert generation.reasons == [STOP]
+
+
+def test_chat_reads_lines_and_answers(checkpoint: Path) -> None:
+    lines = "hello\n\n/think\nagain\n/new\n/nonsense\nonce more\n/exit\nnever read\n"
+    result = run("chat", str(checkpoint), "-n", "5", "--system", "Be brief.", stdin=lines)
+    assert result.exit_code == 0, result.output
+    assert result.stderr.count("prompt tokens") == 3
+    assert "thinking off" in result.stderr
+    assert "chat format: " in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["generate", "nowhere", "x"], "nowhere: no such folder"),
+        (["generate", "CHECKPOINT", ""], "prompt 0 is empty"),
+        (["generate", "CHECKPOINT", "x", "-n", "9999"], "max_position_embeddings"),
+        (["generate", "CHECKPOINT", "x", "--stop", ""], "stop"),
+        (["generate", "CHECKPOINT", "x", "--top-p", "2"], "top_p is 2.0"),
+        (["chat", "nowhere"], "nowhere: no such folder"),
+        (["demo", "CHECKPOINT"], "not empty"),
+    ],
+)
+def test_wrong_input_is_one_sentence(checkpoint: Path, arguments: list[str], sentence: str) -> None:
+    result = run(*[str(checkpoint) if a == "CHECKPOINT" else a for a in arguments])
+    assert isinstance(result.exception, InputError)
+    assert sentence in str(result.exception)
+    assert "\n" not in str(result.exception)
+
+
+def test_the_program_prints_it_without_a_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "glm52_jax.cli", "generate", str(tmp_path), "x"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr.startswith("glm52: ")
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_the_demo_takes_the_whole_path(tmp_path: Path) -> None:
+    result = run("demo", str(tmp_path / "demo"))
+    assert result.exit_code == 0, result.output
+    assert "with and without drafts: the same tokens" in result.output
+    assert "largest difference 0.0" in result.output

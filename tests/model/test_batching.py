@@ -1,0 +1,314 @@
+"""A request's results depend on its own tokens alone: not on ties, chunks, pages, padding, neighbours or the past.
+
+Row numbers (B11, ...) are those of a list of faults that were reported for models of this class.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import glm52_jax as glm
+from glm52_jax.cache import Cache
+from glm52_jax.config import load_config
+from tests.model.cases import FORMS, Case, Run, check
+from tests.model.paths import Walk
+from tests.model.tiny import ABSORBED, EXPANDED, TINY, random_params, random_tokens, tiny, tiny_case
+
+DECODE, CHUNK = FORMS["absorbed-indices-cpu"], FORMS["expanded-mask-cpu"]
+
+
+@pytest.fixture(scope="module")
+def three() -> Case:
+    """Rows of 25, 14 and 3 tokens."""
+    return tiny_case(TINY, (25, 14, 3))
+
+
+def columns_of(run: Run, row: int, length: int) -> tuple[np.ndarray, ...]:
+    """Logits and selection of a row's last `length` columns, the selection counted from there."""
+    topk = run.topk[:, row, -length:]
+    shift = run.topk.shape[2] - length
+    return run.logits[row, -length:], np.where(topk < 0, -1, topk - shift)
+
+
+# --- ties
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ties_fall_the_same_way_everywhere(form: str) -> None:
+    """B11: with few index heads one key in sixteen or so scores exactly zero."""
+    config = tiny(index_n_heads=4)
+    case = tiny_case(config, (30,), form=ABSORBED)
+    trace = glm.trace(case.params(), config, case.tokens, forms=FORMS[form])
+    assert _zero_scores(case) > 20
+    np.testing.assert_array_equal(trace.topk, case.golden["topk"])
+    if form == "absorbed-indices-cpu":
+        check(case, Walk(case, case.spoiled_params(), page_size=5).run(1, FORMS[form]).seen)
+    if form == "expanded-mask-cpu":
+        check(case, Walk(case, case.spoiled_params(), page_size=5).run(7, FORMS[form]).seen)
+
+
+def _zero_scores(case: Case) -> int:
+    """How many of layer 0's scores are exactly zero, among those that a query may see."""
+    from glm52_jax import attention, indexer
+    from glm52_jax.kernels.index_scores.api import index_scores
+    from glm52_jax.primitives import Rotary, rms_norm, take
+
+    config, params = case.config, case.params()
+    weights, own = take(params["attention"], 0), take(params["indexer"], 0)
+    length = case.tokens.shape[1]
+    places = jnp.arange(length, dtype=jnp.int32)[None]
+    rotary = Rotary.at(places, config.qk_rope_head_dim, config.rope_theta)
+    x = rms_norm(params["embed"][case.tokens], weights["input_norm"], config.rms_norm_eps)
+    queries = indexer.index_queries(own, config, attention.project(weights, config, x, rotary).q_latent, rotary)
+    keys = indexer.index_keys(own, config, x, rotary)[:, None]
+    heads = indexer.head_weights(own, config, x)
+    scores = index_scores(queries, heads, keys, 0, jnp.zeros((1, 1), jnp.int32), places, backend="reference")
+    return int((scores == 0).sum())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_nothing_but_ties(form: str) -> None:
+    """B11: with index queries of zero, every score is a zero of either sign, and the lowest positions are taken."""
+    params = random_params()
+    params = params | {"indexer": params["indexer"] | {"q_b": jnp.zeros_like(params["indexer"]["q_b"])}}
+    topk = glm.trace(params, TINY, random_tokens(1, 20), forms=FORMS[form]).topk
+    expected = np.where(np.arange(8) <= np.arange(20)[:, None], np.arange(8), -1)
+    assert (np.asarray(topk) == expected).all()
+
+
+# --- the cache's slots, pages and chunks
+
+
+def test_unwritten_slots_do_not_matter(three: Case) -> None:
+    """B13: NaN, infinity or zero in slots that were never written: the same bits."""
+    runs = [Walk(three, three.params(), page_size=5, fill=fill).run(1, DECODE) for fill in (np.nan, 0.0, np.inf)]
+    for other in runs[1:]:
+        np.testing.assert_array_equal(runs[0].logits, other.logits)
+        np.testing.assert_array_equal(runs[0].topk, other.topk)
+
+
+@pytest.mark.parametrize("form", ["absorbed-indices-cpu", "expanded-mask-reference"])
+def test_short_texts_are_dense(form: str) -> None:
+    """B60: texts of up to `index_topk` tokens run, and equal dense attention; one more token drops one."""
+    tokens = random_tokens(1, 9)
+    dense = glm.trace(random_params(), tiny(index_topk=64), tokens, forms=FORMS[form])
+    for length in (1, 7, 8, 9):
+        trace = glm.trace(random_params(), TINY, tokens[:, :length], forms=FORMS[form])
+        gap = np.abs(np.asarray(trace.logits) - np.asarray(dense.logits)[:, :length]).max(-1)[0]
+        assert (gap[:8] < 1e-4).all()
+        assert (np.asarray(trace.topk) >= 0).sum() == sum(min(i + 1, 8) for i in range(length)) * len(trace.topk)
+        if length == 9:
+            assert gap[8] > 1e-3
+
+
+def test_decode_across_the_limit(three: Case) -> None:
+    """B16: from 6 tokens on, one at a time, past the length at which tokens begin to be dropped."""
+    walk = Walk(three, three.spoiled_params(), page_size=5)
+    walk.run(7, DECODE, upto=np.minimum(three.lengths, 6))
+    check(three, walk.run(1, DECODE).seen)
+
+
+@pytest.mark.parametrize("size", [1, 8])
+def test_lengths_at_the_edges_of_pages(size: int) -> None:
+    """B61: a page less one, a page, one more, two pages; the longest row fills the cache to its last slot."""
+    case = tiny_case(TINY, (16, 15, 9, 8, 7))
+    walk = Walk(case, case.spoiled_params(), page_size=8, room=0)
+    assert walk.cache.capacity == 16
+    check(case, walk.run(size, DECODE).seen)
+
+
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 7, 64, 300])
+def test_long_prompts_in_chunks(size: int) -> None:
+    """B62: 300 tokens in chunks of any size."""
+    case = _long()
+    walk = Walk(case, case.spoiled_params(), page_size=64, room=0)
+    for start in range(0, 300, size):
+        walk.take(np.array([min(size, 300 - start)]), size, CHUNK if size > 1 else DECODE)
+    check(case, walk.seen)
+
+
+_LONG: list[Case] = []
+
+
+def _long() -> Case:
+    if not _LONG:
+        _LONG.append(tiny_case(tiny(num_nextn_predict_layers=0), (300,)))
+    return _LONG[0]
+
+
+# --- padding
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+@pytest.mark.parametrize("form", ["absorbed-indices-cpu", "expanded-mask-cpu"])
+def test_padded_rows_equal_single_runs(side: str, form: str) -> None:
+    """B65: rows of 3, 12 and 25 tokens in one batch; the padding is a token that is also used for real."""
+    texts = [random_tokens(1, n, seed=n)[0] for n in (3, 12, 25)]
+    width = 30
+    tokens, mask = np.full((3, width), texts[0][0]), np.zeros((3, width), bool)
+    starts = {"left": [width - len(t) for t in texts], "right": [0, 0, 0], "both": [9, 2, 4]}[side]
+    for row, (text, start) in enumerate(zip(texts, starts, strict=True)):
+        tokens[row, start : start + len(text)], mask[row, start : start + len(text)] = text, True
+    batch = Run.of(glm.trace(random_params(), TINY, tokens, mask, forms=FORMS[form]))
+    padded = np.stack([np.pad(t, (0, 25 - len(t))) for t in texts])
+    for row, (text, start) in enumerate(zip(texts, starts, strict=True)):
+        alone = Run.of(
+            glm.trace(random_params(), TINY, padded[row : row + 1], np.arange(25)[None] < len(text), forms=FORMS[form])
+        )
+        here = slice(start, start + len(text))
+        np.testing.assert_allclose(batch.logits[row, here], alone.logits[0, : len(text)], atol=1e-4)
+        shifted = np.where(alone.topk < 0, -1, alone.topk + start)[:, 0, : len(text)]
+        np.testing.assert_array_equal(batch.topk[:, row, here], shifted)
+        assert (batch.topk[:, row][:, ~mask[row]] == -1).all()
+
+
+def test_unequal_counts(three: Case) -> None:
+    """B66: 1, 2 and 3 tokens of three rows in one step, 6 over three rows as 3, 3 and 0, and so on."""
+    walk = Walk(three, three.spoiled_params(), page_size=5)
+    for counts in ([1, 2, 3], [3, 3, 0], [0, 3, 0], [3, 0, 0], [0, 0, 0], [2, 1, 0]):
+        walk.take(np.array(counts), 3, DECODE)
+    left = three.lengths - walk.done
+    while left.any():
+        walk.take(np.minimum(left, 3), 3, DECODE)
+        left = three.lengths - walk.done
+    check(three, walk.seen)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_padding_is_not_routed(backend: str) -> None:
+    """B67: 5 real tokens among 64: counts sum to theirs, whatever the padding is and however much there is."""
+    form = FORMS[f"expanded-mask-{backend}"]
+    text, params = random_tokens(1, 5), random_params()
+    spoiled = params | {"embed": params["embed"].at[TINY.vocab_size - 1].set(jnp.nan)}
+    clean = Run.of(glm.trace(params, TINY, text, forms=form))
+    for width, tree in ((64, spoiled), (8, spoiled), (64, params)):
+        tokens = np.full((1, width), TINY.vocab_size - 1)
+        tokens[:, :5] = text
+        run = Run.of(glm.trace(tree, TINY, tokens, np.arange(width)[None] < 5, forms=form))
+        assert (run.experts >= 0).sum() == 5 * TINY.num_experts_per_tok * len(run.experts)
+        np.testing.assert_allclose(run.logits[:, :5], clean.logits, atol=1e-5)
+        np.testing.assert_array_equal(run.experts[:, :5], clean.experts)
+
+
+# --- neighbours and the past
+
+
+def test_neighbours_do_not_matter(three: Case) -> None:
+    """B68: the same text alone, beside others, in another place of the batch; repeats give the same bits."""
+    text = random_tokens(1, 20, seed=5)
+    alone = [Run.of(glm.trace(random_params(), TINY, text, forms=DECODE)) for _ in range(3)]
+    for repeat in alone[1:]:
+        np.testing.assert_array_equal(alone[0].logits, repeat.logits)
+    others = random_tokens(3, 20, seed=6)
+    for place in (0, 3):
+        batch = np.insert(others, place, text, axis=0)
+        run = Run.of(glm.trace(random_params(), TINY, batch, forms=DECODE))
+        np.testing.assert_allclose(run.logits[place], alone[0].logits[0], atol=2e-5)
+        np.testing.assert_array_equal(run.topk[:, place], alone[0].topk[:, 0])
+
+
+def restarted(walk: Walk, case: Case, done: np.ndarray, cache: Cache | None = None) -> Walk:
+    """A walk of `case` on the cache of another walk, with the first `done` tokens of each row taken for written."""
+    again = Walk(case, case.spoiled_params(), page_size=5)
+    again.cache, again.done = cache or walk.cache, done
+    for name in ("logits", "hidden", "topk", "experts", "mtp_logits", "mtp_topk"):
+        getattr(again, name)[:] = getattr(walk, name)[:]  # what is not run again is not judged again
+    return again
+
+
+def other_ending(case: Case, keep: np.ndarray) -> Case:
+    """The same rows with other tokens after the first `keep` of each."""
+    tokens = np.array(case.tokens)
+    for row, kept in enumerate(keep):
+        changed = slice(case.first[row] + kept, None)
+        tokens[row, changed] = (tokens[row, changed] + 1) % (TINY.vocab_size - 1)
+    return tiny_case(TINY, tuple(case.lengths.tolist()), tokens=tokens)
+
+
+def test_a_second_prompt_in_the_same_slots(three: Case) -> None:
+    """B72: nothing of the first text is left, index keys included."""
+    walk = Walk(three, three.spoiled_params(), page_size=5).run(7, DECODE)
+    second = other_ending(three, np.zeros(3, int))
+    check(second, restarted(walk, second, np.zeros(3, int)).run(7, DECODE).seen)
+
+
+def test_cut_back_and_continued(three: Case) -> None:
+    """B72: a text cut back to 10 tokens goes on in another way."""
+    walk = Walk(three, three.spoiled_params(), page_size=5).run(7, DECODE)
+    keep = np.minimum(three.lengths, 10)
+    other = other_ending(three, keep)
+    check(other, restarted(walk, other, keep).run(7, DECODE).seen)
+
+
+def test_rows_change_places(three: Case) -> None:
+    """B72: rows are reordered by their page tables alone, half-way."""
+    case = tiny_case(TINY, (20, 20, 20), seed=3)
+    walk = Walk(case, case.spoiled_params(), page_size=5).run(7, DECODE, upto=np.array([11, 11, 11]))
+    order = np.array([2, 0, 1])
+    turned = tiny_case(TINY, (20, 20, 20), tokens=case.tokens[order])
+    cache = dataclasses.replace(walk.cache, page_table=walk.cache.page_table[order])
+    for name in ("logits", "mtp_logits", "mtp_topk"):
+        getattr(walk, name)[:] = getattr(walk, name)[order]
+    for name in ("hidden", "topk", "experts"):
+        getattr(walk, name)[:] = getattr(walk, name)[:, order]
+    check(turned, restarted(walk, turned, walk.done, cache).run(7, DECODE).seen)
+
+
+def test_a_row_is_duplicated() -> None:
+    """B72: two answers to one prompt: full pages are shared, the page that is half full is copied, in both stacks."""
+    tokens = np.repeat(random_tokens(1, 20, seed=9), 2, axis=0)
+    tokens[1, 12:] = (tokens[1, 12:] + 1) % (TINY.vocab_size - 1)
+    case = tiny_case(TINY, (20, 20), tokens=tokens)
+    walk = Walk(case, case.spoiled_params(), page_size=5)
+    walk.take(np.array([7, 0]), 7, DECODE)
+    walk.take(np.array([5, 0]), 7, DECODE)
+    table = np.array(walk.cache.page_table)
+    table[1, :2] = table[0, :2]
+    copied = [stack.at[:, table[1, 2]].set(stack[:, table[0, 2]]) for stack in walk.stacks()]
+    walk.cache, walk.done = Cache(*copied, jnp.asarray(table)), np.array([12, 12])
+    for name in ("logits", "mtp_logits", "mtp_topk"):
+        getattr(walk, name)[1, :12] = getattr(walk, name)[0, :12]
+    for name in ("hidden", "topk", "experts"):
+        getattr(walk, name)[:, 1, :12] = getattr(walk, name)[:, 0, :12]
+    check(case, walk.run(7, DECODE).seen)
+
+
+def test_no_holes_after_drafts() -> None:
+    """B76: drafts reuse a selection and leave rows behind; the pass that verifies them writes every index key."""
+    case = tiny_case(TINY, (24, 24), seed=4)
+    walk = Walk(case, case.spoiled_params(), page_size=5)
+    walk.run(7, DECODE, upto=np.array([14, 13]))
+    walk.draft(DECODE, 4, width=7, counts=np.array([3, 2]))
+    check(case, walk.run(7, DECODE).seen)
+    fresh = Walk(case, case.spoiled_params(), page_size=5).run(7, DECODE)
+    for mine, other in zip(walk.stacks(), fresh.stacks(), strict=True):
+        mine, other = (np.asarray(a)[:, np.asarray(fresh.cache.page_table)] for a in (mine, other))
+        mine, other = (a.reshape(len(a), 2, -1, a.shape[-1])[:, :, :24] for a in (mine, other))
+        np.testing.assert_allclose(mine, other, atol=1e-5)
+
+
+# --- bytes
+
+
+def test_bytes_of_the_cache() -> None:
+    """B94, B95: the released model keeps 576 values a token and layer, and index keys in its 22 indexers only."""
+    config = load_config("glm-5.2")
+    cache = jax.eval_shape(lambda: Cache.create(config, 1, 6400, dtype=jnp.bfloat16))
+    assert cache.latent.shape == (79, 100, 64, 512 + 64)
+    assert cache.index_keys.shape == (22, 100, 64, 128)
+    values = (cache.latent.size + cache.index_keys.size) / 6400
+    assert values == 79 * 576 + 22 * 128
+    assert (
+        jax.eval_shape(lambda: Cache.create(config.without_mtp(), 1, 64, dtype=jnp.bfloat16)).index_keys.shape[0] == 21
+    )
+
+
+def test_shared_layers_stay_sparse() -> None:
+    """B94: a layer without index keys of its own drops tokens all the same."""
+    topk = glm.trace(random_params(), TINY, random_tokens(1, 25), forms=EXPANDED).topk
+    for number, kind in enumerate(TINY.indexer_types):
+        assert ((np.asarray(topk[number]) >= 0).sum(-1) == np.minimum(np.arange(25) + 1, 8)).all()
+        assert kind == "full" or np.array_equal(topk[number], topk[number - 1])
