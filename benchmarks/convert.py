@@ -43,7 +43,7 @@ def sized_config(size: float, fp8: bool) -> ModelConfig:
         num_hidden_layers=3,
         indexer_types=("full", "shared", "full"),
         mlp_layer_types=("dense", "dense", "sparse"),
-        vocab_size=16 * 1024,
+        vocab_size=8 * 1024,
         eos_token_ids=(),
         pad_token_id=None,
         quantization=QuantizationConfig((128, 128)) if fp8 else None,
@@ -124,7 +124,7 @@ class Stage:
 
 def run(name: str, *command: str) -> Stage:
     begin, peak = time.perf_counter(), 0
-    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     while child.poll() is None:
         peak = max(peak, anonymous_bytes(child.pid) or 0)
         time.sleep(0.1)

@@ -36,7 +36,7 @@ def index_queries(weights: dict[str, Any], config: ModelConfig, q_latent: jax.Ar
 def head_weights(weights: dict[str, Any], config: ModelConfig, x: jax.Array) -> jax.Array:
     """float32 `[batch, tokens, index_n_heads]`: weight of each head, with the scales of heads and width folded in."""
     scale = config.index_n_heads**-0.5 * config.index_head_dim**-0.5
-    return linear(x.astype(jnp.float32), weights["weights"]) * scale
+    return linear(x.astype(jnp.float32), weights["weights"].astype(jnp.float32)) * scale
 
 
 def select(

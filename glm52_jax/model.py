@@ -191,6 +191,8 @@ def _mtp_logits(
 ) -> jax.Array | None:
     if "mtp" not in params:
         return None
+    if tokens.shape[1] == 1:  # nothing has a successor
+        return jnp.zeros((tokens.shape[0], 0, config.vocab_size), jnp.float32)
     packed = jnp.take_along_axis(tokens, order, axis=1)
     positions = _positions(mask)
     known = positions[:, 1:] >= 0  # the last token of a text has no successor

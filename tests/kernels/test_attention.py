@@ -129,7 +129,7 @@ def test_masked_attention(backend: str, tokens: int, length: int, dtype: str) ->
     weights = np.where(s["mask"][:, None], np.exp(np.einsum("bshd,bthd->bhst", q, k) * SCALE), 0)
     total = weights.sum(-1, keepdims=True)
     plain = np.einsum("bhst,bthv->bshv", weights / np.where(total > 0, total, 1), v)
-    got = np.asarray(got, np.float32)
+    got = np.array(got, np.float32)
     got[1, 0] = plain[1, 0] = 0  # a padding query's own output means nothing
     np.testing.assert_allclose(got, plain, atol=1e-5 if dtype == "float32" else 2e-2)
     assert (got[0, 2] == 0).all()

@@ -76,7 +76,7 @@ def test_a_token_does_not_depend_on_the_others(backend: str) -> None:
     experts, gates = np.tile(np.array([[1, 3]], np.int32), (12, 1)), np.full((12, 2), 0.5, np.float32)
     together = RUN[backend](x, experts, gates, GATE_UP, DOWN, 0)
     experts[3:], gates[3:] = -1, 0
-    np.testing.assert_allclose(RUN[backend](x, experts, gates, GATE_UP, DOWN, 0)[:3], together[:3], atol=1e-6)
+    np.testing.assert_allclose(RUN[backend](x, experts, gates, GATE_UP, DOWN, 0)[:3], together[:3], rtol=1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -100,7 +100,7 @@ def test_fp8_weights(backend: str) -> None:
     np.testing.assert_allclose(got, plain(x, experts, gates, plain_gate_up, plain_down), atol=1e-4)
 
 
-@given(arrays(np.int32, st.integers(1, 30), elements=st.integers(-1, EXPERTS - 1)))
+@given(arrays(np.int32, st.sampled_from([1, 9, 30]), elements=st.integers(-1, EXPERTS - 1)))
 @settings(max_examples=60, deadline=None)
 def test_sorting_by_expert(experts: np.ndarray) -> None:
     order, starts, counts = (np.asarray(a) for a in sort_by_expert(jnp.asarray(experts), EXPERTS))

@@ -66,6 +66,7 @@ def test_nothing_to_choose_from(backend: str) -> None:
 
 
 @given(arrays(np.float32, 20, elements=st.floats(width=32, allow_nan=False)))
+@settings(deadline=None)
 def test_the_integer_image_keeps_the_order(scores: np.ndarray) -> None:
     image = np.asarray(ordered_image(jnp.asarray(scores)))
     # Zeros of either sign and numbers too small to be normal are equal to the processor, not to the image.

@@ -35,3 +35,15 @@ def quick_compiler() -> Iterator[None]:
 def released() -> Case:
     """The case with the released layer plan."""
     return all_cases()["released_plan"]
+
+
+@pytest.fixture
+def padded() -> Case:
+    """The case whose rows are padded on the left."""
+    return all_cases()["left_padded"]
+
+
+@pytest.fixture
+def grouped() -> Case:
+    """The case with groups of experts and biased projections."""
+    return all_cases()["grouped_bias"]

@@ -1,93 +1,29 @@
 """The parity checks go red when the model is broken: each test puts a known fault into the code and expects complaints.
 
-The faults are those of public implementations of models of this class. A patched function is traced by a jit of its
-own, since a cached trace would not see the patch.
+The faults are those of public implementations of models of this class. Here are those of the layers, over whole texts.
 """
 
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm52_jax import attention, block, cache, indexer, model, moe, mtp
+from glm52_jax import attention, block, cache, indexer, model, moe
 from glm52_jax.block import LayerPlace
-from glm52_jax.kernels.cache_write import api as write_api
 from glm52_jax.kernels.index_scores import api as scores_api
-from glm52_jax.kernels.sparse_mla import reference as mla_reference
-from glm52_jax.primitives import Rotary, einsum, rms_norm
+from glm52_jax.primitives import einsum, rms_norm
 from glm52_jax.selection import Selection
-from tests.model.cases import FORMS, Case, Run, all_cases, complaints
-from tests.model.paths import Walk, compiled, draft_step, one_step
-
-FORM = "absorbed-indices-cpu"
-WHOLE = model._trace.__wrapped__
-Patch = pytest.MonkeyPatch
-
-
-def fresh_trace(case: Case, params: dict | None = None, *, drafts: bool = False, **config: Any) -> list[str]:
-    """What the checks say of whole texts, traced anew; without the draft layer unless asked for."""
-    config = dataclasses.replace(case.config, **config)
-    params = dict(params or case.params())
-    if not drafts:
-        params.pop("mtp", None)
-    tokens = jnp.asarray(np.where(case.real, case.tokens, 0))
-    trace = compiled(WHOLE)(params, config, tokens, jnp.asarray(case.real), forms=FORMS[FORM])
-    return list(complaints(case, Run.of(trace)))
-
-
-def fresh_decode(case: Case, form: str = FORM, page_size: int = 5) -> list[str]:
-    """What the checks say of a prefill and a decode from there on, traced anew."""
-    params = {name: tree for name, tree in case.spoiled_params().items() if name != "mtp"}
-    walk = Walk(case, params, page_size=page_size, step=compiled(one_step))
-    walk.run(7, FORMS[form], upto=case.lengths - 4).run(1, FORMS[form])
-    return list(complaints(case, walk.seen))
-
-
-def fresh_drafts(case: Case) -> bool:
-    """Whether the chain of drafts is the reference's, traced anew."""
-    expected = case.golden["mtp_draft"]
-    walk = Walk(case, case.params(), page_size=64, step=compiled(one_step))
-    walk.run(7, FORMS[FORM], upto=case.lengths - 1)
-    tokens, _ = walk.draft(FORMS[FORM], expected.shape[1], width=7, draft_step=compiled(draft_step))
-    return tokens.tolist() == expected.tolist()
-
-
-def mentions(found: list[str], *words: str) -> None:
-    """Each word opens or is in one of the complaints."""
-    assert found, "the fault went unnoticed"
-    for word in words:
-        assert any(word in sentence for sentence in found), f"no mention of {word!r} in {found}"
-
-
-def wrap(patch: Patch, owner: Any, name: str, change: Callable) -> None:
-    """Replaces a function by `change(original, *arguments)`."""
-    patch.setattr(owner, name, partial(change, getattr(owner, name)))
-
-
-def everywhere(patch: Patch, api: Any, function: Callable) -> None:
-    """Makes `function` the form of an operation on every backend."""
-    for backend in api._FORMS:
-        patch.setitem(api._FORMS, backend, function)
+from tests.model.cases import Case, all_cases
+from tests.model.faults import Patch, everywhere, fresh_decode, fresh_drafts, fresh_trace, mentions, rounded, wrap
 
 
 @pytest.fixture
-def case() -> Case:
-    return all_cases()["released_plan"]
-
-
-@pytest.fixture
-def padded() -> Case:
-    return all_cases()["left_padded"]
-
-
-@pytest.fixture
-def grouped() -> Case:
-    return all_cases()["grouped_bias"]
+def case(released: Case) -> Case:
+    return released
 
 
 def test_nothing_to_report_without_a_fault(case: Case, padded: Case) -> None:
@@ -189,12 +125,8 @@ def test_raw_latent_into_index_queries(case: Case, monkeypatch: Patch) -> None:
 @pytest.mark.parametrize("name", ["head_weights", "index_keys", "index_queries"])
 def test_scores_in_bfloat16(monkeypatch: Patch, name: str) -> None:
     """B10: something that the scores are made of is rounded to bfloat16; one case is enough to notice."""
-    wrap(monkeypatch, indexer, name, lambda original, *a: _rounded(original(*a)))
+    wrap(monkeypatch, indexer, name, lambda original, *a: rounded(original(*a)))
     assert any(fresh_trace(all_cases()[case]) for case in ("released_plan", "irregular_plan", "all_full"))
-
-
-def _rounded(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.bfloat16).astype(x.dtype)
 
 
 def test_selection_ignored(case: Case, monkeypatch: Patch) -> None:
@@ -297,7 +229,7 @@ def test_bias_of_the_projections_dropped(grouped: Case) -> None:
 
 def test_router_bias_in_bfloat16(case: Case, monkeypatch: Patch) -> None:
     """B09: the correction bias goes through bfloat16, which cannot tell its values apart."""
-    wrap(monkeypatch, moe, "route", lambda original, weight, bias, *rest: original(weight, _rounded(bias), *rest))
+    wrap(monkeypatch, moe, "route", lambda original, weight, bias, *rest: original(weight, rounded(bias), *rest))
     mentions(fresh_trace(case), "experts")
 
 
@@ -374,178 +306,3 @@ def test_fp8_scales(fault: str) -> None:
 
     params = jax.tree.map(spoil, case.params(), is_leaf=lambda leaf: hasattr(leaf, "scales"))
     mentions(fresh_trace(case, params), "departs first", "logits")
-
-
-# --- the cache
-
-
-def test_padding_is_a_token(padded: Case, monkeypatch: Patch) -> None:
-    """B65: positions count the padding, which is cached and selected."""
-    monkeypatch.setattr(
-        model, "_positions", lambda mask: jnp.broadcast_to(jnp.arange(mask.shape[1], dtype=jnp.int32), mask.shape)
-    )
-    monkeypatch.setattr(
-        model, "_real_first", lambda mask: jnp.broadcast_to(jnp.arange(mask.shape[1], dtype=jnp.int32), mask.shape)
-    )
-    mentions(fresh_trace(padded), "padding", "topk")
-
-
-def test_padding_is_written(padded: Case, monkeypatch: Patch) -> None:
-    """B07: a padding token's row goes to where -1 points, into the first slot."""
-
-    def write(original, stack, layer, rows, table, positions, **kw):
-        return original(stack, layer, rows, table, jnp.maximum(positions, 0), **kw)
-
-    wrap(monkeypatch, block, "write_rows", write)
-    mentions(fresh_decode(padded), "departs first")
-
-
-def test_minus_one_gathers(case: Case, monkeypatch: Patch) -> None:
-    """B07: an unused entry of a selection reads a row all the same."""
-    wrap(
-        monkeypatch,
-        mla_reference,
-        "masked_softmax",
-        lambda original, scores, mask: original(scores, jnp.ones_like(mask)),
-    )
-    mentions(fresh_decode(case), "layer 0 departs first")
-
-
-def test_unwritten_slots_are_scored(case: Case, monkeypatch: Patch) -> None:
-    """B13: keys are not masked by position, and a NaN outranks every number."""
-
-    def scores(queries, weights, keys, layer, table, positions):
-        full = jnp.full(table.shape[0], table.shape[1] * keys.shape[2])
-        context = cache.context_rows(keys, layer, table, full)
-        products = jnp.einsum("bshd,btd->bsht", queries, context, precision="highest")
-        return jnp.sum(weights[..., None] * jax.nn.relu(products), axis=2)
-
-    everywhere(monkeypatch, scores_api, scores)
-    mentions(fresh_decode(case), "topk")
-
-
-def test_decode_one_position_too_high(case: Case, monkeypatch: Patch) -> None:
-    """B16: decode rotates by a position one too high; alone it would cancel out, after a prefill it does not."""
-    original = Rotary.at
-
-    def at(positions, dim, theta):
-        return original(positions + (positions.shape[1] == 1), dim, theta)
-
-    monkeypatch.setattr(Rotary, "at", staticmethod(at))
-    mentions(fresh_decode(case), "departs first")
-
-
-def test_decode_does_not_store(case: Case, monkeypatch: Patch) -> None:
-    """B16: a decoded token's row is used but never written: the first token is right, the rest is not."""
-
-    def write(original, stack, layer, rows, table, positions, **kw):
-        return stack if rows.shape[1] == 1 else original(stack, layer, rows, table, positions, **kw)
-
-    wrap(monkeypatch, block, "write_rows", write)
-    mentions(fresh_decode(case), "departs first")
-
-
-def test_page_table_ignored(case: Case, monkeypatch: Patch) -> None:
-    """B61: rows are read in the order of the pool."""
-
-    def rows(original, stack, layer, table, positions):
-        return original(stack, layer, jnp.arange(table.size, dtype=jnp.int32).reshape(table.shape), positions)
-
-    wrap(monkeypatch, mla_reference, "gather_rows", rows)
-    mentions(fresh_decode(case), "departs first")
-
-
-def test_long_chunks_end_at_a_page(case: Case, monkeypatch: Patch) -> None:
-    """B61, B62: a run that crosses more pages than its length suggests is cut short."""
-
-    def write(stack, layer, rows, table, positions):
-        first = jnp.min(jnp.where(positions >= 0, positions, 2**30), axis=1, keepdims=True)
-        near = positions // stack.shape[2] <= first // stack.shape[2]
-        return real_write(stack, layer, rows, table, jnp.where(near, positions, -1))
-
-    real_write = write_api._FORMS["reference"]
-    everywhere(monkeypatch, write_api, write)
-    mentions(fresh_decode(case), "departs first")
-
-
-# --- the draft layer
-
-
-def test_halves_of_the_projection_swapped(case: Case) -> None:
-    """B78: the projection takes [hidden, embedding] instead of [embedding, hidden]."""
-    params = case.params()
-    swapped = jnp.roll(params["mtp"]["project"], case.config.hidden_size, axis=1)
-    found = fresh_trace(case, params | {"mtp": params["mtp"] | {"project": swapped}}, drafts=True)
-    mentions(found, "mtp_logits")
-    assert len(found) == 1
-
-
-def test_hidden_before_the_final_norm(case: Case, monkeypatch: Patch) -> None:
-    """B77: the draft layer gets the hidden state before the model's final norm."""
-    raw = []
-
-    def remember(original, x, *rest):
-        raw.append(x)
-        return original(x, *rest)
-
-    def advance(original, params, config, hidden, *rest, **kw):
-        return original(params, config, raw[-1][:, : hidden.shape[1]], *rest, **kw)
-
-    wrap(monkeypatch, model, "rms_norm", remember)
-    wrap(monkeypatch, mtp, "advance", advance)
-    mentions(fresh_trace(case, drafts=True), "mtp_logits")
-
-
-def test_token_at_the_same_position(case: Case, monkeypatch: Patch) -> None:
-    """B78: the embedding is that of the token itself, not of the next one."""
-
-    def advance(original, params, config, hidden, tokens, *rest, **kw):
-        return original(params, config, hidden, jnp.roll(tokens, 1, axis=1), *rest, **kw)
-
-    wrap(monkeypatch, mtp, "advance", advance)
-    mentions(fresh_trace(case, drafts=True), "mtp_logits")
-
-
-@pytest.mark.parametrize("fault", ["raw state recycled", "positions stand still", "trunk's selection"])
-def test_chain_of_drafts(monkeypatch: Patch, fault: str) -> None:
-    """B75, B77, B78: later drafts get the state before its norm, the same position again, or the trunk's last set."""
-    {"raw": _recycle_raw, "positions": _stand_still, "trunk's": _trunk_selection}[fault.split()[0]](monkeypatch)
-    sharing = [c for c in all_cases().values() if c.config.index_share_for_mtp_iteration]
-    assert not all(fresh_drafts(case) for case in sharing)
-
-
-def _recycle_raw(patch: Patch) -> None:
-    """The layer's output goes back in as it is, and is normed for the head alone."""
-    calls, scales = [], []
-
-    def norm(original, x, scale, eps):
-        calls.append(x)
-        if len(calls) % 3:
-            return original(x, scale, eps)
-        scales.append((scale, eps))
-        return x
-
-    wrap(patch, mtp, "rms_norm", norm)
-    wrap(patch, mtp, "logits", lambda original, params, x: original(params, rms_norm(x, *scales[-1])))
-
-
-def _stand_still(patch: Patch) -> None:
-    def advance(original, params, config, hidden, tokens, positions, *rest, **kw):
-        return original(params, config, hidden, tokens, positions - (positions.shape[1] == 1), *rest, **kw)
-
-    wrap(patch, mtp, "advance", advance)
-
-
-def _trunk_selection(patch: Patch) -> None:
-    last = []
-
-    def extend(original, *args, **kw):
-        hidden, kept, layers = original(*args, **kw)
-        last.append(jax.tree.map(lambda a: a[-1], layers.selection))
-        return hidden, kept, layers
-
-    def advance(original, *args, selection=None, **kw):
-        return original(*args, selection=last[-1] if selection is None else selection, **kw)
-
-    wrap(patch, model, "extend", extend)
-    wrap(patch, mtp, "advance", advance)

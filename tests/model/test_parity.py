@@ -43,7 +43,7 @@ QUICK_PATHS = {
     "chunk16-expanded": ("released_plan", "left_padded", "irregular_plan"),
 }
 _HALVES = ("released_plan", "all_full", "fp8"), ("left_padded", "grouped_bias", "irregular_plan")
-QUICK_FORMS = {form: _HALVES[i % 2] for i, form in enumerate(FORMS)} | {DECODE: tuple(n for h in _HALVES for n in h)}
+QUICK_FORMS = {form: _HALVES[i % 2] for i, form in enumerate(FORMS)}
 QUICK_DRAFTS = {
     "absorbed-indices-cpu": ("released_plan", "left_padded", "fp8", "irregular_plan"),
     "absorbed-mask-cpu": ("left_padded", "fp8", "irregular_plan"),
@@ -51,8 +51,8 @@ QUICK_DRAFTS = {
 }
 QUICK_BFLOAT16 = {
     "absorbed-indices-cpu": ("released_plan", "left_padded", "grouped_bias"),
-    "absorbed-mask-reference": ("all_full", "fp8", "grouped_bias"),
-    "expanded-mask-cpu": ("released_plan", "irregular_plan", "all_full"),
+    "absorbed-mask-reference": (),
+    "expanded-mask-cpu": ("all_full", "fp8", "irregular_plan"),
 }
 AS_USERS_RUN_IT = model._trace  # before the fixture `quick_compiler` replaces it
 
@@ -173,7 +173,7 @@ def test_a_departure_is_named(released: Case) -> None:
     """B15: the report says which layer departs first."""
     run = traced(released, DECODE)
     assert not list(complaints(released, run))
-    run.hidden[4:] += 1e-3
+    run.hidden = run.hidden + 1e-3 * (np.arange(len(run.hidden)) >= 4)[:, None, None, None]
     assert next(complaints(released, run)).startswith("layer 3 departs first, by 1.0e-03")
 
 
