@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 FULL, SHARED = "full", "shared"
 DENSE, SPARSE = "dense", "sparse"
 MODEL_TYPE = "glm_moe_dsa"
+DTYPE_FIELDS = ("dtype", "torch_dtype")  # new and old name, in order of precedence
 
 # Names that quantisation lists use for modules whose tensors are called otherwise. The published list of GLM-5.2-FP8
 # says `indexers_proj`; the tensor it means is `indexer.weights_proj`.
@@ -429,7 +430,7 @@ def _eos(*sources: _Fields) -> tuple[int, ...]:
 
 
 def _dtype(fields: _Fields) -> str:
-    name = fields.raw.get("dtype") or fields.raw.get("torch_dtype") or "bfloat16"
+    name = next((fields.raw[f] for f in DTYPE_FIELDS if fields.raw.get(f)), "bfloat16")
     name = name.removeprefix("torch.") if isinstance(name, str) else name
     if name not in ("bfloat16", "float16", "float32"):
         raise fields.error("dtype", f"is {shown(name)}, expected bfloat16, float16 or float32")

@@ -11,13 +11,13 @@ from glm52_jax.checkpoint.safetensors_file import DTYPES
 from glm52_jax.checkpoint.store import CHUNK_BYTES
 from glm52_jax.checkpoint.transform import Piece, Source, piece
 from glm52_jax.config import ModelConfig, QuantizationConfig
+from glm52_jax.config_json import DTYPE_FIELDS
 from glm52_jax.errors import InputError
 
 KEEP = "keep"
 DTYPE_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 PUBLISHED_BLOCK = (128, 128)
 # In `config.json` each of these may say the type, by the age of the program that wrote it.
-_DTYPE_FIELDS = ("dtype", "torch_dtype")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,7 @@ def target_json(raw: Mapping[str, Any], found: ModelConfig, target: ModelConfig)
         return None
     new, full = dict(raw), target.to_dict()
     if found.dtype != target.dtype:
-        new |= {field: target.dtype for field in _DTYPE_FIELDS if field in raw} or {"dtype": target.dtype}
+        new |= {field: target.dtype for field in DTYPE_FIELDS if field in raw} or {"dtype": target.dtype}
     if found.quantization != target.quantization:
         new.pop("quantization_config", None)
         new |= {"quantization_config": full["quantization_config"]} if target.quantization else {}
