@@ -52,26 +52,18 @@ class Step:
         arguments: `jax.ShapeDtypeStruct` trees.
         names: a name for each argument.
         donated: names of those whose buffers the step may reuse.
+        jitted: the function under `jax.jit` with these donations; the same object for equal providers, so that a
+            second generation of the same shapes compiles nothing.
     """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     names: tuple[str, ...]
-    donated: tuple[str, ...] = ("state",)
-
-    @property
-    def jitted(self) -> Any:
-        """The function under `jax.jit`, with its donations; the same object for equal providers."""
-        return _jit(self.function, tuple(i for i, name in enumerate(self.names) if name in self.donated))
+    donated: tuple[str, ...]
+    jitted: Any
 
     def __call__(self, *arguments: Any) -> Any:
         return self.jitted(*arguments)
-
-
-@lru_cache(maxsize=64)
-def _jit(function: Callable[..., Any], donated: tuple[int, ...]) -> Any:
-    # Bound methods of equal providers are equal, so a second generation of the same shapes compiles nothing.
-    return jax.jit(function, donate_argnums=donated)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +144,7 @@ class StepProvider:
         chunk = jax.ShapeDtypeStruct((self.batch, self.chunk), jnp.int32)
         row = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
         return self._step(
-            self._prefill,
+            "_prefill",
             params,
             {"tokens": chunk, "positions": chunk, "next_tokens": chunk, "last": row, "sampling": self._sampling()},
         )
@@ -160,7 +152,7 @@ class StepProvider:
     def decode(self, params: dict[str, Any]) -> Step:
         """One token of every active sequence: parameters, state, active bool `[batch]`, sampling -> state, tokens."""
         active = jax.ShapeDtypeStruct((self.batch,), jnp.bool_)
-        return self._step(self._decode, params, {"active": active, "sampling": self._sampling()})
+        return self._step("_decode", params, {"active": active, "sampling": self._sampling()})
 
     def verify(self, params: dict[str, Any]) -> Step:
         """Drafts and their verification: arguments as `decode`.
@@ -169,12 +161,18 @@ class StepProvider:
         `[batch]`; one token more than that counts.
         """
         active = jax.ShapeDtypeStruct((self.batch,), jnp.bool_)
-        return self._step(self._verify, params, {"active": active, "sampling": self._sampling()})
+        return self._step("_verify", params, {"active": active, "sampling": self._sampling()})
 
-    def _step(self, function: Callable[..., Any], params: dict[str, Any], arguments: dict[str, Any]) -> Step:
+    def _step(self, method: str, params: dict[str, Any], arguments: dict[str, Any]) -> Step:
         params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
         state = jax.eval_shape(self.state)
-        return Step(function, (params, state, *arguments.values()), ("params", "state", *arguments))
+        return Step(
+            function=getattr(self, method),
+            arguments=(params, state, *arguments.values()),
+            names=("params", "state", *arguments),
+            donated=("state",),
+            jitted=_jitted(self, method),
+        )
 
     def _sampling(self) -> Sampling | None:
         if not self.sampled:
@@ -257,3 +255,9 @@ class StepProvider:
             window=Window(hidden=hidden, tokens=own, positions=jnp.where(kept, positions, -1)),
         )
         return state, own, accepted
+
+
+@lru_cache(maxsize=64)
+def _jitted(provider: StepProvider, method: str) -> Any:
+    # Keyed by the provider's value: bound methods of equal providers are not equal themselves.
+    return jax.jit(getattr(provider, method), donate_argnums=1)
