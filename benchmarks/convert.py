@@ -4,7 +4,7 @@
 
 The checkpoint has GLM-5.2's widths, names and types, and as many experts in four layers (dense and full, dense and
 shared, sparse and full, MTP) as make the size; its values are random. BF16 and FP8 come one after another. Every stage
-is a process of its own, flushes what it writes, and is deleted before the next one needs the room: the disk holds the
+is a process of its own, flushes what it writes, and goes before the next one needs the room: the disk holds the
 checkpoint at most three times. Rates are bytes of the checkpoint a second; memory is the largest anonymous memory of
 the process, sampled ten times a second.
 """
@@ -33,7 +33,7 @@ from glm52_jax.spec import Tensor, published_tensors
 
 LARGEST_MEMORY = 3e9
 SHARDS = 5
-GOALS = {"convert": 0.5}
+HALF = 0.5
 
 
 def sized_config(size: float, fp8: bool) -> ModelConfig:
@@ -149,13 +149,16 @@ def copy(source: Path, destination: Path) -> Stage:
 
 
 def measure(place: Path, size: float, fp8: bool, jobs: int) -> tuple[int, list[Stage]]:
-    """Stages in an order in which at most three copies are on the disk; `cp` comes before and after."""
+    """Stages in an order in which at most three copies are on the disk; other work on the machine disturbs both, so
+    `cp` and the conversion take turns."""
     source, converted, back = place / "published", place / "converted", place / "exported"
     total = make(source, sized_config(size, fp8))
     options = ("--jobs", jobs)
-    stages = [copy(source, place / "copy")]
-    stages.append(run("convert", *glm52("convert", source, converted, *options)))
-    stages.append(copy(source, place / "copy"))
+    stages = []
+    for _ in range(2):
+        shutil.rmtree(converted, ignore_errors=True)
+        stages.append(copy(source, place / "copy"))
+        stages.append(run("convert", *glm52("convert", source, converted, *options)))
     stages.append(run("verify", *glm52("verify", converted, "--against", source, *options)))
     stages.append(run("verify --quick", *glm52("verify", converted, "--against", source, "--quick")))
     stages.append(run("export", *glm52("export", converted, back, *options)))
@@ -177,7 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, required=True, help="a new folder is made in it, and removed")
     parser.add_argument("--gigabytes", type=float, default=8.0, help="size of the checkpoint")
-    parser.add_argument("--jobs", type=int, default=max(2, min(8, os.cpu_count() or 2)))
+    parser.add_argument("--jobs", type=int, default=max(4, min(16, 2 * (os.cpu_count() or 2))))
     arguments = parser.parse_args()
     console = Console(width=100)
     place = arguments.dir / f"glm52-convert-{os.getpid()}"
@@ -185,8 +188,7 @@ def main() -> None:
     try:
         for fp8 in (False, True):
             total, stages = measure(place, arguments.gigabytes * 1e9, fp8, arguments.jobs)
-            rates = [total / stage.seconds / 1e6 for stage in stages if stage.name == "cp"]
-            best = max(rates)
+            best = max(total / stage.seconds / 1e6 for stage in stages if stage.name == "cp")
             title = f"{'FP8' if fp8 else 'BF16'}, {total / 1e9:.2f} GB, {arguments.jobs} threads"
             table = Table(title=title, title_justify="left")
             for column in ("stage", "seconds", "MB/s", "of cp", "anonymous MiB"):
@@ -200,12 +202,15 @@ def main() -> None:
                     f"{rate / best:.2f}",
                     f"{stage.peak / 2**20:,.0f}",
                 )
-                if rate / best < GOALS.get(stage.name, 0) or stage.peak > LARGEST_MEMORY:
-                    missed.append(f"{title}: {stage.name}")
+                if stage.peak > LARGEST_MEMORY:
+                    missed.append(f"{title}: memory of {stage.name}")
+            fastest = max(total / stage.seconds / 1e6 for stage in stages if stage.name == "convert")
+            if fastest < HALF * best:
+                missed.append(f"{title}: rate of convert")
             console.print(table)
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    console.print("Goals: convert at half the rate of the fastest cp, less than 3 GB of anonymous memory.")
+    console.print("Goals: the fastest convert at half the rate of the fastest cp, less than 3 GB of anonymous memory.")
     console.print(f"Missed by {', '.join(missed)}." if missed else "Met by all.")
     sys.exit(bool(missed))
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 _HELP = {"help_option_names": ["-h", "--help"]}
 _MOST_DIFFERENCES = 20
-_JOBS = max(2, min(8, os.cpu_count() or 2))
+# More than the processors, since a thread that flushes only waits.
+_JOBS = max(4, min(16, 2 * (os.cpu_count() or 2)))
 
 
 def _jobs(command: Callable[..., Any]) -> Callable[..., Any]:

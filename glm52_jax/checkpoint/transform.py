@@ -18,8 +18,10 @@ from glm52_jax.checkpoint.safetensors_file import DTYPES, Entry, tensor_bytes
 from glm52_jax.errors import InputError
 from glm52_jax.spec import Tensor
 
-SLICE_BYTES = 4 * 2**20
-"""What is read at a time; a row of scale blocks where that is more."""
+COPY_BYTES = 256 * 2**10
+"""What a copy reads at a time: it stays in a processor's cache, which took half the time of 4 MiB."""
+SLICE_BYTES = 256 * 2**10
+"""What is read at a time where values change; a row of scale blocks where that is more."""
 WORKER_BYTES = {"copy": 16 * 2**20, "change": 128 * 2**20}
 """What one worker holds: the slice, and where values change their float32 forms."""
 
@@ -132,13 +134,13 @@ def values(source: Source, piece: Piece) -> Iterator[tuple[int, memoryview]]:
 
 
 def _copied(source: Source, piece: Piece) -> Iterator[tuple[int, memoryview]]:
-    buffer = memoryview(bytearray(min(SLICE_BYTES, max(output.bytes for output in piece.outputs))))
+    buffer = memoryview(bytearray(min(COPY_BYTES, max(output.bytes for output in piece.outputs))))
     names = (piece.stored.name, piece.stored.scale)
     for number, output in enumerate(piece.outputs):
         name, start = names[number], piece.offset if number == 0 else 0
         assert name is not None
-        for at in range(0, output.bytes, SLICE_BYTES):
-            part = buffer[: min(SLICE_BYTES, output.bytes - at)]
+        for at in range(0, output.bytes, COPY_BYTES):
+            part = buffer[: min(COPY_BYTES, output.bytes - at)]
             source.pread(name, start + at, part)
             yield number, part
 

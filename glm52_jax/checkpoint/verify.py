@@ -129,7 +129,7 @@ class _Comparison:
             here = memoryview(bytearray(len(part)))
             self.target.pread(name, offsets[number] + done[number], here)
             crcs[number] = zlib.crc32(here, crcs[number])
-            if here != part and output.name not in different:
+            if not _equal(here, part) and output.name not in different:
                 different[output.name] = _difference(output, done[number], here, part)
             done[number] += len(part)
             pulse(len(part))
@@ -140,6 +140,13 @@ class _Comparison:
                     text = f"{output.name} has checksum {crcs[number]:08x}, but the manifest has {record.crc32}"
                     different.setdefault(output.name, text)
         return different
+
+
+def _equal(a: memoryview, b: memoryview) -> bool:
+    """Compared by eight bytes at a time: a memoryview compares its items one by one."""
+    whole = len(a) - len(a) % 8
+    words = (np.frombuffer(m[:whole], np.uint64) for m in (a, b))
+    return np.array_equal(*words) and a[whole:] == b[whole:]
 
 
 def _start(target: Checkpoint, contents: Contents, p: Piece) -> int:

@@ -96,7 +96,8 @@ def run(
 def unwritable(destination: Path, error: OSError) -> InputError:
     """What to say when a destination cannot be written."""
     reason = _FULL.get(error.errno or 0, error.strerror or str(error))
-    return InputError(f"{destination}: cannot be written, {reason}; when it can, the same command goes on from here")
+    place = error.filename if isinstance(error.filename, str) else destination
+    return InputError(f"{place}: cannot be written, {reason}; when it can, the same command goes on from here")
 
 
 def anonymous_bytes(process: int | str = "self") -> int | None:

@@ -73,13 +73,9 @@ class Case:
     @cached_property
     def unused_token(self) -> int:
         """A token that the case never uses for real, so that its embedding may be spoiled."""
-        used = {
-            int(t) for name in ("input_ids", "greedy", "mtp_draft") for t in self.golden.get(name, np.zeros(0)).flat
-        }
-        return next(t for t in reversed(range(self.config.vocab_size)) if t not in used - self._padding())
-
-    def _padding(self) -> set[int]:
-        return set(self.tokens[~self.real].tolist()) - set(self.tokens[self.real].tolist())
+        real = [self.tokens[self.real], *(self.golden[name] for name in ("greedy", "mtp_draft") if name in self.golden)]
+        used = set(np.concatenate([array.ravel() for array in real]).tolist())
+        return next(token for token in reversed(range(self.config.vocab_size)) if token not in used)
 
     @cached_property
     def next_tokens(self) -> np.ndarray:

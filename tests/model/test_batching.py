@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 
 import glm52_jax as glm
+from glm52_jax import attention, indexer
 from glm52_jax.cache import Cache
 from glm52_jax.config import load_config
+from glm52_jax.kernels.index_scores.api import index_scores
+from glm52_jax.primitives import Rotary, rms_norm, take
 from tests.model.cases import FORMS, Case, Run, check
 from tests.model.paths import Walk
 from tests.model.tiny import ABSORBED, EXPANDED, TINY, random_params, random_tokens, tiny, tiny_case
@@ -56,10 +59,6 @@ def test_ties_fall_the_same_way_everywhere(tied: Case, form: str) -> None:
 
 def _zero_scores(case: Case) -> int:
     """How many of layer 0's scores are exactly zero, among those that a query may see."""
-    from glm52_jax import attention, indexer
-    from glm52_jax.kernels.index_scores.api import index_scores
-    from glm52_jax.primitives import Rotary, rms_norm, take
-
     config, params = case.config, case.params()
     weights, own = take(params["attention"], 0), take(params["indexer"], 0)
     length = case.tokens.shape[1]
@@ -95,7 +94,11 @@ def test_unwritten_slots_do_not_matter(three: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "lengths"), [("absorbed-indices-cpu", (1, 7, 8, 9)), ("expanded-mask-reference", (1, 9))]
+    ("form", "lengths"),
+    [
+        ("absorbed-indices-cpu", (1, 8, 9)),
+        pytest.param("expanded-mask-reference", (1, 7, 8, 9), marks=pytest.mark.slow),
+    ],
 )
 def test_short_texts_are_dense(form: str, lengths: tuple[int, ...]) -> None:
     """B60: texts of up to `index_topk` tokens run, and equal dense attention; one more token drops one."""
@@ -132,7 +135,9 @@ def test_lengths_at_the_edges_of_pages(size: int) -> None:
     check(case, walk.run(size, DECODE).seen)
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 7, 64, 300])
+@pytest.mark.parametrize(
+    "size", [pytest.param(1, marks=pytest.mark.slow), 7, pytest.param(64, marks=pytest.mark.slow), 300]
+)
 def test_long_prompts_in_chunks(size: int) -> None:
     """B62: 300 tokens in chunks of any size."""
     case = _long()
@@ -198,7 +203,7 @@ def test_padding_is_not_routed(backend: str) -> None:
     text, params = random_tokens(1, 5), random_params(TRUNK)
     spoiled = params | {"embed": params["embed"].at[TRUNK.vocab_size - 1].set(jnp.nan)}
     clean = Run.of(glm.trace(params, TRUNK, text, forms=form))
-    for width, tree in ((64, spoiled), (8, spoiled), (64, params)):
+    for width, tree in ((64, spoiled), (64, params)):
         tokens = np.full((1, width), TRUNK.vocab_size - 1)
         tokens[:, :5] = text
         run = Run.of(glm.trace(tree, TRUNK, tokens, np.arange(width)[None] < 5, forms=form))

@@ -35,7 +35,7 @@ def test_through_the_cache(case: Case) -> None:
     assert tokens.tolist() == case.golden["mtp_draft"].tolist(), case.name
 
 
-@pytest.mark.parametrize("name", ["all_full", "released_plan"])
+@pytest.mark.parametrize("name", ["all_full", pytest.param("released_plan", marks=pytest.mark.slow)])
 def test_the_stored_cases_are_still_what_the_reference_says(name: str) -> None:
     """A stored case, made again from its recipe and seed, is the same."""
     stored = Case(name, FOLDER / name).golden
