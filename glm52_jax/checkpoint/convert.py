@@ -32,8 +32,8 @@ from glm52_jax.errors import InputError
 
 UNIT_BYTES = 256 * 2**20
 """What is lost at most of each worker when it is stopped."""
-# Measured: the interpreter with its imports (JAX too, where values change) took 30 and 80 MiB, and the plan and manifest
-# of the 118,629 tensors of GLM-5.2-FP8 220 MiB.
+# Measured: the interpreter with its imports (JAX too, where values change) took 30 and 80 MiB, and the plan and
+# manifest of the 118,629 tensors of GLM-5.2-FP8 220 MiB.
 _BASE_BYTES = {"copy": 64 * 2**20, "change": 256 * 2**20}
 _TENSOR_BYTES = 3 * 2**10
 
