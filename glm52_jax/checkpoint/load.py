@@ -1,27 +1,43 @@
-"""Loading a published or a converted folder into the parameter tree: checked whole first, then leaf by leaf."""
+"""Loading a published or a converted folder into the parameter tree: checked whole first, then leaf by leaf.
+
+Every leaf is filled where it stays, so that a load never holds more than the parameters and `MARGIN_BYTES`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
+from glm52_jax.checkpoint.leaf_arrays import make_array
+from glm52_jax.checkpoint.leaf_shardings import check_fits, of_codes
+from glm52_jax.checkpoint.leaf_slices import LeafForm
+from glm52_jax.checkpoint.leaf_values import ValueReader, scales, weight
 from glm52_jax.checkpoint.published import Contents, PublishedCheckpoint, Stored
 from glm52_jax.checkpoint.safetensors_file import DTYPES
 from glm52_jax.checkpoint.sources import open_checkpoint
 from glm52_jax.config import ModelConfig
 from glm52_jax.errors import InputError
 from glm52_jax.params import build
-from glm52_jax.quant import FLOAT8, BlockQuantized, dequantize_blocks
+from glm52_jax.quant import BlockQuantized
 from glm52_jax.spec import Param
 
+MARGIN_BYTES = 256 * 2**20
+"""What a load holds at most beside the parameters: in the host's memory the tables of names, the slices that are being
+changed and, for accelerators, two stages of 64 MiB; on each accelerator two stages."""
+
 Progress = Callable[[int, int], None]
-"""Called with bytes read so far and bytes in all."""
+"""Called with bytes read so far and bytes in all, by one thread after another."""
+Shardings = Callable[[Param], Sharding]
+"""The sharding of each parameter, over the dimensions of `param.stacked_shape(config)`: the layers first where it is
+stacked, then those that `param.axes` names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +63,13 @@ def load_params(
     *,
     dtype: Any = None,
     fp8: Literal["keep", "dequantize"] = "keep",
+    shardings: Shardings | None = None,
 ) -> dict[str, Any]:
-    """The parameters of a checkpoint folder, on the default device.
+    """The parameters of a checkpoint folder, each filled where it stays.
+
+    At most `MARGIN_BYTES` are held beside the parameters, or beside this process's shards of them. Of the files, this
+    process reads the rows and experts that its devices hold, each once however many devices share it (a matrix that is
+    sharded along its columns by whole rows).
 
     Args:
         path: folder with `config.json` and safetensors, one file or shards with an index, or what `glm52 convert` made
@@ -56,14 +77,17 @@ def load_params(
         config: read from the folder when None.
         dtype: of the plain weights and so of the computation: bfloat16, float16 or float32; the config's when None.
             The router's correction bias stays float32 in any case.
-        fp8: "keep" FP8 weights as codes and scales, a quarter of float32's bytes, or "dequantize" them here. Results
-            are equal.
+        fp8: "keep" weights in codes (FP8 or int8) as codes and scales, a quarter of float32's bytes, or "dequantize"
+            them here. Results are equal.
+        shardings: called with each `Param` of the table, gives its `jax.sharding.Sharding` over the dimensions of
+            `param.stacked_shape(config)`. Codes, and scales with them, are sharded likewise, where dimensions that
+            only the plain form splits count as one. Everything is on the default device when None.
 
     Raises:
-        InputError: a file or tensor is missing, extra, cut short, or of another shape or type, all before device work;
-            or a scale is no number, when it is read.
+        InputError: a file or tensor is missing, extra, cut short, or of another shape or type, or a sharding does not
+            fit its parameter, all before device work; or a scale is no number, when it is read.
     """
-    return load_with_report(path, config, dtype=dtype, fp8=fp8)[0]
+    return load_with_report(path, config, dtype=dtype, fp8=fp8, shardings=shardings)[0]
 
 
 def load_with_report(
@@ -72,6 +96,7 @@ def load_with_report(
     *,
     dtype: Any = None,
     fp8: Literal["keep", "dequantize"] = "keep",
+    shardings: Shardings | None = None,
     progress: Progress | None = None,
 ) -> tuple[dict[str, Any], LoadReport]:
     """`load_params`, with an account of what was read and what was left."""
@@ -80,17 +105,27 @@ def load_with_report(
     checkpoint = open_checkpoint(path)
     contents = checkpoint.check(config or ModelConfig.from_folder(path))
     kind = _compute_dtype(contents.config.dtype if dtype is None else dtype)
-    sizes = {name: checkpoint.entry(name).stop - checkpoint.entry(name).start for name in _used(contents)}
-    reader = _Reader(checkpoint, contents, kind, fp8 == "keep", progress, sum(sizes.values()))
-    params = build(contents.config, reader.param)
-    notes = (*contents.notes, *_rounded(checkpoint, contents, kind), *reader.notes)
-    return params, LoadReport(len(sizes), reader.total, contents.ignored, notes)
+    plans: list[_Plan] = []
+    build(
+        contents.config, lambda param: plans.append(_plan(checkpoint, contents, param, kind, fp8 == "keep", shardings))
+    )
+    meter = _Meter({name: _size(checkpoint, name) for name in _used(contents)}, progress)
+    quantization = contents.config.quantization
+    with ValueReader(checkpoint, quantization.block if quantization else None, meter.count) as reader:
+        leaves = {plan.param.path: _leaf(plan, reader, meter) for plan in plans if plan.stored}
+    notes = (*contents.notes, *_rounded(checkpoint, contents, kind), *(plan.note for plan in plans if plan.note))
+    report = LoadReport(meter.tensors, meter.total, contents.ignored, notes)
+    return build(contents.config, lambda param: leaves.get(param.path)), report
 
 
 def _used(contents: Contents) -> set[str]:
     """Names in the files of every tensor and scale that the model is made of."""
     stored = contents.tensors.values()
     return {s.name for s in stored} | {s.scale for s in stored if s.scale}
+
+
+def _size(checkpoint: PublishedCheckpoint, name: str) -> int:
+    return checkpoint.entry(name).stop - checkpoint.entry(name).start
 
 
 def _compute_dtype(dtype: Any) -> np.dtype:
@@ -112,109 +147,105 @@ def _rounded(checkpoint: PublishedCheckpoint, contents: Contents, dtype: np.dtyp
     return [f"{many} stored as {' or '.join(found)} and rounded to {dtype}, {names[0]} among them"] if names else []
 
 
-class _Reader:
-    """Makes one stacked parameter after another; at most one of them is held on the host beside the finished ones."""
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """How one leaf is made.
 
-    def __init__(
-        self,
-        checkpoint: PublishedCheckpoint,
-        contents: Contents,
-        dtype: np.dtype,
-        keep_fp8: bool,
-        progress: Progress | None,
-        total: int,
-    ):
-        self.checkpoint, self.contents, self.dtype, self.keep_fp8 = checkpoint, contents, dtype, keep_fp8
-        self.progress, self.total, self.done = progress, total, 0
-        self.notes: list[str] = []
-        self._counted: set[tuple[str, Any]] = set()
+    Attributes:
+        stored: its tensors, layer by layer; none for an optional parameter that the folder has not.
+        shape: of the stacked parameter in plain form.
+        dtype: of the plain form.
+        codes: block of the scales where it is kept in codes; None in plain form.
+        shardings: of the array, or of codes and scales.
+        note: a sentence a user should read, or "".
+    """
 
-    def param(self, param: Param) -> Any:
-        """One leaf of the parameter tree, on the device; None for an optional one that the folder has not."""
-        config = self.contents.config
-        layers = [param.published(config, layer) for layer in param.layers(config)]
-        if any(t.name not in self.contents.tensors for t in layers[0]):
-            return None
-        stored = [[self.contents.tensors[t.name] for t in tensors] for tensors in layers]
-        scaled = [s.scale is not None for tensors in stored for s in tensors]
-        if self.keep_fp8 and any(scaled) and not all(scaled) and not param.dequantize:
-            self.notes.append(
-                f"{param.path} is not kept in float8, since {scaled.count(False)} of its tensors are plain"
-            )
-        if self.keep_fp8 and all(scaled) and not param.dequantize:
-            leaf: Any = self._quantized(param, stored)
-        else:
-            leaf = jnp.asarray(self._plain(param, stored))
-        return jax.block_until_ready(leaf)
+    param: Param
+    stored: tuple[Stored, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    codes: tuple[int, int] | None = None
+    shardings: tuple[Sharding | None, Sharding | None] = (None, None)
+    note: str = ""
 
-    def _plain(self, param: Param, stored: list[list[Stored]]) -> np.ndarray:
-        dtype = np.dtype(np.float32) if param.float32 else self.dtype
-        out = np.empty((len(stored), *param.shape), dtype)
-        flat = out.reshape(len(stored), len(stored[0]), *param.piece_shape)
-        for layer, tensors in enumerate(stored):
-            for number, tensor in enumerate(tensors):
-                flat[layer, number] = self._piece(param, self._values(tensor))
-        return out.reshape(param.stacked_shape(self.contents.config))
+    def form(self, tensor: tuple[int, ...], view: tuple[int, ...], rows: tuple[int, int] | None = None) -> LeafForm:
+        """Over the leading dimensions of the parameter: layers, experts, gate and up."""
+        return LeafForm(self.shape[: len(self.shape) - len(self.param.piece_shape)], tensor, view, rows)
 
-    def _quantized(self, param: Param, stored: list[list[Stored]]) -> BlockQuantized:
-        quantization = self.contents.config.quantization
-        assert quantization is not None
-        grid = stored[0][0].tensor.scale_shape(quantization.block)
-        codes = np.empty((len(stored), len(stored[0]), *param.tensor_shape), FLOAT8)
-        scales = np.empty((len(stored), len(stored[0]), *grid), np.float32)
-        for layer, tensors in enumerate(stored):
-            for number, tensor in enumerate(tensors):
-                codes[layer, number] = self._read(tensor)
-                scales[layer, number] = self._read_scale(tensor)
-        # The dimensions before the matrix: layers, experts, gate and up.
-        view = param.view or param.tensor_shape
-        lead = param.stacked_shape(self.contents.config)[: -len(view)]
-        return BlockQuantized(
-            jnp.asarray(codes.reshape(*lead, *param.tensor_shape)),
-            jnp.asarray(scales.reshape(*lead, *grid)),
+
+def _plan(
+    checkpoint: PublishedCheckpoint,
+    contents: Contents,
+    param: Param,
+    kind: np.dtype,
+    keep: bool,
+    shardings: Shardings | None,
+) -> _Plan:
+    config, shape = contents.config, param.stacked_shape(contents.config)
+    dtype = np.dtype(np.float32) if param.float32 else kind
+    tensors = [tensor for layer in param.layers(config) for tensor in param.published(config, layer)]
+    if any(tensor.name not in contents.tensors for tensor in tensors):
+        return _Plan(param, (), shape, dtype)
+    stored = tuple(contents.tensors[tensor.name] for tensor in tensors)
+    plain = sum(s.scale is None for s in stored)
+    keep = keep and not param.dequantize and plain < len(stored)
+    note = ""
+    if keep and plain:
+        coded = next(s for s in stored if s.scale is not None)
+        codes = DTYPES[checkpoint.entry(coded.name).dtype].name.partition("_")[0]
+        note, keep = f"{param.path} is not kept in {codes}, since {plain} of its tensors are plain", False
+    sharding = shardings(param) if shardings else None
+    if sharding is not None:
+        check_fits(param, shape, sharding)
+    if not keep:
+        return _Plan(param, stored, shape, dtype, None, (sharding, None), note)
+    assert config.quantization is not None
+    block = config.quantization.block
+    return _Plan(param, stored, shape, dtype, block, of_codes(param, shape, sharding, block))
+
+
+def _leaf(plan: _Plan, reader: ValueReader, meter: _Meter) -> Any:
+    """One leaf of the parameter tree, in place."""
+    param, (first, second) = plan.param, plan.shardings
+    view = param.view or param.tensor_shape
+    if plan.codes is None:
+        form = plan.form(param.tensor_shape, view, param.rows)
+        parts = [weight(s, dequantize=s.scale is not None) for s in plan.stored]
+        leaf: Any = make_array(form.shape, plan.dtype, first, lambda targets: reader.fill(form, parts, targets))
+    else:
+        grid = plan.stored[0].tensor.scale_shape(plan.codes)
+        code_form, scale_form = (plan.form(shape, shape) for shape in (param.tensor_shape, grid))
+        codes, scale = [weight(s, dequantize=False) for s in plan.stored], [scales(s) for s in plan.stored]
+        kind = DTYPES[reader.source.entry(codes[0].name).dtype]
+        leaf = BlockQuantized(
+            make_array(code_form.shape, kind, first, lambda targets: reader.fill(code_form, codes, targets)),
+            make_array(scale_form.shape, np.dtype(np.float32), second, lambda t: reader.fill(scale_form, scale, t)),
             view=tuple(view),
-            block=quantization.block,
+            block=plan.codes,
         )
+    meter.finish(name for s in plan.stored for name in (s.name, s.scale) if name)
+    return jax.block_until_ready(leaf)
 
-    @staticmethod
-    def _piece(param: Param, values: np.ndarray) -> np.ndarray:
-        values = values.reshape(param.view or param.tensor_shape)
-        return values[:, slice(*param.rows)] if param.rows else values
 
-    def _values(self, stored: Stored) -> np.ndarray:
-        values = self._read(stored)
-        if stored.scale is None:
-            return values
-        assert self.contents.config.quantization is not None
-        return dequantize_blocks(values, self._read_scale(stored), self.contents.config.quantization.block)
+class _Meter:
+    """Reports progress; bytes that are read for two parameters count once, and those of other processes as read."""
 
-    def _read(self, stored: Stored) -> np.ndarray:
-        values = self.checkpoint.read(stored.name)
-        if stored.fused is not None:
-            expert, half = stored.fused
-            values = values[expert]
-            if half is not None:
-                rows = values.shape[0] // 2
-                values = values[half * rows : (half + 1) * rows]
-        self._count((stored.name, stored.fused), values.nbytes)
-        return values
+    def __init__(self, sizes: dict[str, int], progress: Progress | None):
+        self.total, self.tensors = sum(sizes.values()), len(sizes)
+        self._left, self._done, self._progress, self._lock = sizes, 0, progress, threading.Lock()
 
-    def _read_scale(self, stored: Stored) -> np.ndarray:
-        assert stored.scale is not None
-        scale = self.checkpoint.read(stored.scale)
-        wrong = ~(scale >= 0) | np.isinf(scale)  # in this form NaN is wrong too
-        if wrong.any():
-            raise InputError(
-                f"{self.checkpoint.folder / self.checkpoint.where[stored.scale]}: {stored.scale} holds "
-                f"{scale[wrong][0]}, expected finite scales of at least 0"
-            )
-        self._count((stored.scale, None), scale.nbytes)
-        return scale
+    def count(self, name: str, size: int) -> None:
+        with self._lock:
+            self._advance(name, min(size, self._left[name]))
 
-    def _count(self, piece: tuple[str, Any], size: int) -> None:
-        """Reports progress; a tensor that two parameters are made of counts once."""
-        if piece not in self._counted:
-            self._counted.add(piece)
-            self.done += size
-            if self.progress:
-                self.progress(self.done, self.total)
+    def finish(self, names: Iterable[str]) -> None:
+        """Of these tensors nothing more will be read."""
+        with self._lock:
+            for name in names:
+                self._advance(name, self._left[name])
+
+    def _advance(self, name: str, size: int) -> None:
+        self._left[name] -= size
+        self._done += size
+        if size and self._progress:
+            self._progress(self._done, self.total)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from glm52_jax import forward, load_params
-from glm52_jax.checkpoint import load
+from glm52_jax.checkpoint import leaf_arrays
 from glm52_jax.checkpoint.load import load_with_report
 from glm52_jax.checkpoint.published import INDEX_FILE, SINGLE_FILE
 from glm52_jax.checkpoint.write import write_checkpoint
@@ -130,7 +130,9 @@ def test_attention_biases_are_loaded(tmp_path: Path):
 
 def test_every_leaf_comes_from_the_file(plain_folder: Folder, fp8_folder: Folder, monkeypatch: pytest.MonkeyPatch):
     sentinel = np.float32(777)
-    monkeypatch.setattr(load.np, "empty", lambda shape, dtype: np.full(shape, sentinel.astype(dtype), dtype))
+    monkeypatch.setattr(
+        leaf_arrays, "aligned_empty", lambda shape, dtype: np.full(shape, sentinel.astype(dtype), dtype)
+    )
     for folder, fp8 in ((plain_folder, "keep"), (fp8_folder, "keep"), (fp8_folder, "dequantize")):
         params = load_params(folder.path, fp8=fp8)
         for leaf in jax.tree.leaves(params):
