@@ -1,0 +1,259 @@
+"""One layer of this project with the weights of a checkpoint of any form: its parameters alone, and what it computes.
+
+The layer is run by `block`, or by `mtp.advance`, on a tree whose stacks have one layer; what happens inside is computed
+once more with the functions that they call. Weights stay as they are stored, activations are float32.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from glm52_jax import indexer, mtp
+from glm52_jax.attention import attend, project
+from glm52_jax.block import Forms, LayerPlace, block
+from glm52_jax.cache import Cache
+from glm52_jax.checkpoint.leaf_arrays import make_array
+from glm52_jax.checkpoint.leaf_slices import LeafForm
+from glm52_jax.checkpoint.leaf_values import Part, ValueReader, scales, weight
+from glm52_jax.checkpoint.published import CODES, Contents, Stored
+from glm52_jax.checkpoint.safetensors_file import DTYPES
+from glm52_jax.checkpoint.sources import Checkpoint
+from glm52_jax.config import DENSE, FULL, ModelConfig
+from glm52_jax.kernels import resolve_backend
+from glm52_jax.kernels.index_scores.api import index_scores
+from glm52_jax.moe import moe, route
+from glm52_jax.primitives import Rotary, linear, rms_norm, swiglu, take
+from glm52_jax.quant import BlockQuantized
+from glm52_jax.selection import Selection
+from glm52_jax.spec import Param, Stack, parameters
+
+_CODES = tuple(DTYPES[name] for name in CODES)
+
+Stages = dict[str, np.ndarray]
+"""Arrays by the names of `STAGES`, without the batch: `[tokens, ...]`."""
+
+STAGES = (
+    "final norm",
+    "MTP projection",
+    "input norm",
+    "index scores",
+    "selected set",
+    "attention output",
+    "post-attention norm",
+    "router scores",
+    "chosen experts",
+    "gates",
+    "MLP output",
+    "layer output",
+    "MTP output",
+)
+"""What is compared, in the order in which it is computed; a layer has those of its kind."""
+
+
+def layer_params(config: ModelConfig, layer: int) -> list[Param]:
+    """The parameters that one layer has; the MTP layer is number `num_hidden_layers`."""
+    return [p for p in parameters(config) if p.stack is not Stack.GLOBAL and layer in p.layers(config)]
+
+
+class Layers:
+    """The layers of a checkpoint by number, one in memory at a time.
+
+    Args:
+        target: a converted or a published folder.
+        contents: what `check` found in it.
+        backend: of the kernels, see `kernels.resolve_backend`.
+    """
+
+    def __init__(self, target: Checkpoint, contents: Contents, backend: str | None = None):
+        self.target, self.contents, self.config = target, contents, contents.config
+        self.backend = resolve_backend(backend, jax.default_backend())
+
+    def embed(self, tokens: np.ndarray, layer: int | None = None) -> np.ndarray:
+        """float32 `[tokens, embed]`; for the MTP layer its own embedding where the file has one."""
+        own = self.contents.tensors.get(f"model.layers.{layer}.embed_tokens.weight")
+        name = (own or self.contents.tensors["model.embed_tokens.weight"]).name
+        dtype, width = DTYPES[self.target.entry(name).dtype], self.config.hidden_size
+        rows = np.empty((len(tokens), width), dtype)
+        for row, token in zip(rows, tokens, strict=True):
+            self.target.pread(name, int(token) * width * dtype.itemsize, row.view(np.uint8).data)
+        return rows.astype(np.float32)
+
+    def rotary(self, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """Cosines and sines, float32 `[tokens, pairs]`."""
+        tables = Rotary.at(jnp.arange(tokens)[None], self.config.qk_rope_head_dim, self.config.rope_theta)
+        return np.asarray(tables.cos[0]), np.asarray(tables.sin[0])
+
+    def layer(self, number: int, x: np.ndarray, selection: np.ndarray | None) -> Stages:
+        """Runs a decoder layer on the stream `x` `[tokens, embed]`; see `Reference.layer`."""
+        full, dense = self.config.indexer_types[number] == FULL, self.config.mlp_layer_types[number] == DENSE
+        mask = np.zeros((len(x), len(x)), bool) if selection is None else selection
+        place = LayerPlace(0, full, 0, dense, 0)
+        return _unbatched(_layer(self.tree(number), self.config, place, x[None], mask[None], self.backend))
+
+    def mtp(self, x: np.ndarray, next_embedding: np.ndarray) -> Stages:
+        """Runs the MTP layer; see `Reference.mtp`."""
+        tree = self.tree(self.config.num_hidden_layers)
+        norm = next(p for p in parameters(self.config) if p.path == "norm")
+        with self._reader() as reader:
+            tree["norm"] = self._leaf(reader, norm, 0)
+        tree["embed"] = jnp.asarray(next_embedding)  # in the order of the tokens, which then are 0, 1, 2, ...
+        return _unbatched(_mtp_layer(tree, only_mtp(self.config), x[None], self.backend))
+
+    def tree(self, layer: int) -> dict[str, Any]:
+        """The parameters of a layer in stacks of one, each weight of the type that it is stored in."""
+        tree: dict[str, Any] = {}
+        with self._reader() as reader:
+            for param in layer_params(self.config, layer):
+                if param.path not in ("mtp.embed", "mtp.head"):
+                    group, name = param.path.split(".")
+                    tree.setdefault(group, {})[name] = self._leaf(reader, param, layer)
+        return tree
+
+    def _reader(self) -> ValueReader:
+        quantization = self.config.quantization
+        return ValueReader(self.target, quantization and quantization.block, lambda name, size: None)
+
+    def _leaf(self, reader: ValueReader, param: Param, layer: int) -> Any:
+        """One parameter in place; codes stay codes where the model computes with them."""
+        stored = [self.contents.tensors[t.name] for t in param.published(self.config, layer)]
+        lead = () if param.stack in (Stack.MTP, Stack.GLOBAL) else (1,)
+        lead = (*lead, *param.shape[: len(param.shape) - len(param.piece_shape)])
+        view, dtype = param.view or param.tensor_shape, held_dtype(self.target, param, stored)
+
+        def array(form: LeafForm, parts: list[Part], dtype: np.dtype) -> jax.Array:
+            return make_array(form.shape, dtype, None, lambda targets: reader.fill(form, parts, targets))
+
+        if dtype not in _CODES:
+            parts = [weight(s, dequantize=s.scale is not None) for s in stored]
+            return jax.block_until_ready(array(LeafForm(lead, param.tensor_shape, view, param.rows), parts, dtype))
+        assert reader.block is not None
+        grid = stored[0].tensor.scale_shape(reader.block)
+        codes = [weight(s, dequantize=False) for s in stored]
+        quantized = BlockQuantized(
+            array(LeafForm(lead, param.tensor_shape, param.tensor_shape), codes, dtype),
+            array(LeafForm(lead, grid, grid), [scales(s) for s in stored], np.dtype(np.float32)),
+            view=tuple(view),
+            block=reader.block,
+        )
+        return jax.block_until_ready(quantized)
+
+
+def held_dtype(target: Checkpoint, param: Param, stored: Sequence[Stored]) -> np.dtype:
+    """Of a layer's parameter: as it is stored, and float32 where codes are multiplied out or types are mixed."""
+    found = {DTYPES[target.entry(s.name).dtype] for s in stored}
+    dtype = found.pop()
+    return np.dtype(np.float32) if found or (dtype in _CODES and param.dequantize) else dtype
+
+
+def held_bytes(target: Checkpoint, contents: Contents, layer: int) -> int:
+    """Bytes of a layer's parameters as `Layers.tree` holds them."""
+    total = 0
+    for param in layer_params(contents.config, layer):
+        stored = [contents.tensors[t.name] for t in param.published(contents.config, layer) if not t.optional]
+        if stored:
+            dtype = held_dtype(target, param, stored)
+            total += param.elements * dtype.itemsize
+            total += sum(4 * math.prod(target.entry(s.scale).shape) for s in stored if s.scale and dtype in _CODES)
+    return total
+
+
+def only_mtp(config: ModelConfig) -> ModelConfig:
+    """A config whose one layer is the MTP layer, so that it is the first of every stack.
+
+    No model is like that and `ModelConfig` refuses it, which is why it is not built in the usual way.
+    """
+    alone = copy.copy(config)
+    for field, value in {"num_hidden_layers": 0, "indexer_types": (), "mlp_layer_types": ()}.items():
+        object.__setattr__(alone, field, value)
+    return alone
+
+
+def _unbatched(stages: dict[str, jax.Array]) -> Stages:
+    return {name: np.asarray(value[0]) for name, value in stages.items()}
+
+
+@partial(jax.jit, static_argnames=("config", "place", "backend"))
+def _layer(
+    params: dict[str, Any], config: ModelConfig, place: LayerPlace, x: jax.Array, mask: jax.Array, backend: str
+) -> dict[str, jax.Array]:
+    """What a decoder layer computes, `[1, tokens, ...]`; its output is `block`'s."""
+    positions, rotary, cache, forms = _start(config, x.shape[1], backend)
+    out, cache, selection, _ = block(params, config, place, x, rotary, positions, cache, Selection(mask=mask), forms)
+    return _inside(params, config, place, x, rotary, positions, cache, selection, backend) | {"layer output": out}
+
+
+@partial(jax.jit, static_argnames=("config", "backend"))
+def _mtp_layer(params: dict[str, Any], config: ModelConfig, x: jax.Array, backend: str) -> dict[str, jax.Array]:
+    """What the MTP layer computes; its output is `mtp.advance`'s."""
+    positions, rotary, cache, forms = _start(config, x.shape[1], backend)
+    weights, eps, next_tokens = params["mtp"], config.rms_norm_eps, positions
+    hidden = rms_norm(x, params["norm"], eps)
+    out, cache, selection = mtp.advance(params, config, hidden, next_tokens, positions, cache, forms)
+    both = [rms_norm(params["embed"][None], weights["embed_norm"], eps), rms_norm(hidden, weights["hidden_norm"], eps)]
+    x = linear(jnp.concatenate(both, axis=-1), weights["project"])
+    place = LayerPlace.of_mtp(config, own_selection=True)
+    stages = _inside(params, config, place, x, rotary, positions, cache, selection, backend)
+    return stages | {"final norm": hidden, "MTP projection": x, "MTP output": out}
+
+
+def _start(config: ModelConfig, tokens: int, backend: str) -> tuple[jax.Array, Rotary, Cache, Forms]:
+    """Positions and tables of one text, an empty cache of one layer, and the forms that prefill takes."""
+    positions = jnp.arange(tokens, dtype=jnp.int32)[None]
+    rotary = Rotary.at(positions, config.qk_rope_head_dim, config.rope_theta)
+    rows = (jnp.zeros((1, 1, tokens, width)) for width in (config.latent_width, config.index_head_dim))
+    return positions, rotary, Cache(*rows, jnp.zeros((1, 1), jnp.int32)), Forms("expanded", "mask", backend)
+
+
+def _inside(
+    params: dict[str, Any],
+    config: ModelConfig,
+    place: LayerPlace,
+    x: jax.Array,
+    rotary: Rotary,
+    positions: jax.Array,
+    cache: Cache,
+    selection: Selection,
+    backend: str,
+) -> dict[str, jax.Array]:
+    """The stages of a layer, with the rows that it wrote to the cache and the selection that it used."""
+    weights = take(params["attention"], 0)
+    normed = rms_norm(x, weights["input_norm"], config.rms_norm_eps)
+    projected = project(weights, config, normed, rotary)
+    out = {"input norm": normed}
+    if place.full:
+        own = take(params["indexer"], 0)
+        queries = indexer.index_queries(own, config, projected.q_latent, rotary)
+        heads = indexer.head_weights(own, config, normed)
+        out["index scores"] = index_scores(
+            queries, heads, cache.index_keys, 0, cache.page_table, positions, backend=backend
+        )
+    attention = attend(weights, config, projected, cache, 0, positions, selection, expanded=True, backend=backend)
+    post = rms_norm(x + attention, weights["post_norm"], config.rms_norm_eps)
+    assert selection.mask is not None
+    out |= {"selected set": selection.mask, "attention output": attention, "post-attention norm": post}
+    if place.dense:
+        mlp = swiglu(post, params["dense"]["gate_up"], params["dense"]["down"], 0)
+    else:
+        mlp, _ = moe(params["moe"], config, 0, post, positions >= 0, backend=backend)
+        out |= _routed(params["moe"], config, post[0])
+    return out | {"MLP output": mlp, "layer output": x + attention + mlp}
+
+
+def _routed(stack: dict[str, Any], config: ModelConfig, x: jax.Array) -> dict[str, jax.Array]:
+    router, bias = take((stack["router"], stack["router_bias"]), 0)
+    experts, gates = route(router, bias, config, x, jnp.ones(len(x), jnp.bool_))
+    rows = jnp.arange(len(x))[:, None]
+    empty = jnp.zeros((len(x), config.n_routed_experts))
+    return {
+        "router scores": jax.nn.sigmoid(linear(x, router.astype(jnp.float32)))[None],
+        "chosen experts": empty.at[rows, experts].set(1)[None] > 0,
+        "gates": empty.at[rows, experts].set(gates)[None],
+    }
