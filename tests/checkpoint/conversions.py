@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from glm52_jax.checkpoint import export
 from glm52_jax.checkpoint.convert import Result, convert, plan
 from glm52_jax.checkpoint.settings import Settings
 from glm52_jax.checkpoint.sources import open_checkpoint
@@ -13,6 +14,13 @@ SMALL = {"chunk_bytes": 8192}
 
 def run_convert(source: Path, destination: Path, **settings: Any) -> Result:
     return convert(plan(source, destination, Settings(**(SMALL | settings))), unit_bytes=50_000)
+
+
+def run_export(
+    source: Path, destination: Path, *, shard_bytes: int = 150_000, fused: bool = False, **settings: Any
+) -> None:
+    planned = export.plan(source, destination, Settings(**settings), shard_bytes=shard_bytes, fused_experts=fused)
+    export.export(planned)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from glm52_jax import load_config, load_params
 from glm52_jax.checkpoint import commands
-from glm52_jax.checkpoint.export import export, plan
+from glm52_jax.checkpoint.export import plan
 from glm52_jax.checkpoint.load import load_with_report
 from glm52_jax.checkpoint.published import INDEX_FILE
 from glm52_jax.checkpoint.settings import Settings
@@ -19,13 +19,7 @@ from glm52_jax.checkpoint.sizes import parse_size, short_size
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.errors import InputError
 from tests.checkpoint.builders import EXPERTS, MTP_LAYER, Folder, random_params, small_config
-from tests.checkpoint.conversions import contents, run_convert, tensors
-
-
-def run_export(
-    source: Path, destination: Path, *, shard_bytes: int = 150_000, fused: bool = False, **settings: Any
-) -> None:
-    export(plan(source, destination, Settings(**settings), shard_bytes=shard_bytes, fused_experts=fused))
+from tests.checkpoint.conversions import contents, run_convert, run_export, tensors
 
 
 @pytest.fixture(scope="module")
