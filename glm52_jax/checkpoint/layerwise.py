@@ -112,7 +112,7 @@ class Plan:
         return 4 * matrices + _activations(self, scores=3)
 
 
-_PROCESS = 600 * 2**20  # what the libraries hold, torch and JAX among them
+_PROCESS = 2**30  # what the libraries and their compilers hold, torch and JAX among them
 
 
 def plan(
