@@ -23,6 +23,7 @@ from glm52_jax.kernels import resolve_backend
 from glm52_jax.kernels.cache_write.api import write_rows
 from glm52_jax.moe import moe
 from glm52_jax.primitives import Rotary, rms_norm, swiglu, take
+from glm52_jax.row_formats import RowStack
 from glm52_jax.selection import Selection
 from glm52_jax.spec import Stack, stack_layers
 
@@ -144,9 +145,9 @@ def block(
             ),
         )
 
-        def own_selection(index_keys: jax.Array, _: Selection) -> tuple[jax.Array, Selection]:
+        def own_selection(index_keys: RowStack, _: Selection) -> tuple[RowStack, Selection]:
             own = take(params["indexer"], place.indexer)
-            keys = indexer.index_keys(own, config, normed, rotary)
+            keys = indexer.as_stored(indexer.index_keys(own, config, normed, rotary), index_keys)
             index_keys = write_rows(index_keys, place.indexer, keys, cache.page_table, positions, backend=forms.backend)
             chosen = indexer.select(
                 own,

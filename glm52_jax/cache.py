@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from glm52_jax.config import ModelConfig
+from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat, RowStack, decode, parts_of, stack_of
 from glm52_jax.spec import Stack, stack_layers
 
 PAGE_SIZE = 64
@@ -22,32 +23,46 @@ class Cache:
     """Pages of latent rows and index keys, shared by the sequences of a batch through a page table.
 
     Attributes:
-        latent: `[layers, pages, page_size, latent_width]`, the MTP layer last when the model has one.
+        latent: `[layers, pages, page_size, latent_width]`, the MTP layer last when the model has one; or the same rows
+            in parts, where their format has several.
         index_keys: `[indexers, pages, page_size, index_head_dim]`, full layers and the MTP layer only.
         page_table: int32 `[batch, pages_per_sequence]`, the page that holds positions `j * page_size` and on.
     """
 
-    latent: jax.Array
-    index_keys: jax.Array
+    latent: RowStack
+    index_keys: RowStack
     page_table: jax.Array
 
     @classmethod
     def create(
-        cls, config: ModelConfig, batch: int, capacity: int, *, dtype: jnp.dtype, page_size: int = PAGE_SIZE
+        cls,
+        config: ModelConfig,
+        batch: int,
+        capacity: int,
+        *,
+        dtype: jnp.dtype,
+        page_size: int = PAGE_SIZE,
+        form: CacheFormat | None = None,
     ) -> Cache:
-        """A cache for `batch` sequences of up to `capacity` tokens, contiguous: the page table is the identity."""
+        """A cache for `batch` sequences of up to `capacity` tokens, contiguous: the page table is the identity.
+
+        Args:
+            dtype: that the model computes in, and of rows that are stored plain.
+            form: of the rows; plain when None.
+        """
+        form = form or PLAIN_CACHE
         pages = -(-capacity // page_size)
         table = jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages)
         layers, indexers = (len(stack_layers(config, s)) for s in (Stack.LAYER, Stack.INDEXER))
         return cls(
-            latent=jnp.zeros((layers, batch * pages, page_size, config.latent_width), dtype),
-            index_keys=jnp.zeros((indexers, batch * pages, page_size, config.index_head_dim), dtype),
+            latent=stack_of(form.latent_rows(config, layers, dtype), (layers, batch * pages, page_size)),
+            index_keys=stack_of(form.key_rows(config, dtype), (indexers, batch * pages, page_size)),
             page_table=table,
         )
 
     @property
     def page_size(self) -> int:
-        return self.latent.shape[2]
+        return jax.tree.leaves(self.latent)[0].shape[2]
 
     @property
     def capacity(self) -> int:
@@ -69,20 +84,28 @@ def slots(page_table: jax.Array, positions: jax.Array, page_size: int) -> jax.Ar
     return jnp.where(positions < 0, -1, found)
 
 
-def gather_rows(stack: jax.Array, layer: jax.Array | int, page_table: jax.Array, positions: jax.Array) -> jax.Array:
+def gather_rows(stack: RowStack, layer: jax.Array | int, page_table: jax.Array, positions: jax.Array) -> jax.Array:
     """Rows of one layer at `positions` `[batch, n]`: `[batch, n, width]`, zeros where the position is -1."""
-    layers, pages, page_size, width = stack.shape
-    where = slots(page_table, positions, page_size)
-    flat = stack.reshape(layers * pages * page_size, width)
-    rows = jnp.take(flat, layer * pages * page_size + jnp.maximum(where, 0), axis=0, mode="clip")
-    return jnp.where((where >= 0)[..., None], rows, jnp.zeros((), stack.dtype))
+
+    def gather(part: jax.Array) -> jax.Array:
+        layers, pages, page_size, width = part.shape
+        flat = part.reshape(layers * pages * page_size, width)
+        where = slots(page_table, jnp.maximum(positions, 0), page_size)
+        return jnp.take(flat, layer * pages * page_size + where, axis=0, mode="clip")
+
+    rows = decode(stack, {name: gather(part) for name, part in parts_of(stack).items()}, layer)
+    return jnp.where((positions >= 0)[..., None], rows, jnp.zeros((), rows.dtype))
 
 
-def context_rows(stack: jax.Array, layer: jax.Array | int, page_table: jax.Array, lengths: jax.Array) -> jax.Array:
+def context_rows(stack: RowStack, layer: jax.Array | int, page_table: jax.Array, lengths: jax.Array) -> jax.Array:
     """All rows of one layer in order of position: `[batch, capacity, width]`, zeros from `lengths[b]` on."""
-    layers, pages, page_size, width = stack.shape
-    batch, per_row = page_table.shape
-    whole = stack.reshape(layers * pages, page_size, width)
-    rows = jnp.take(whole, layer * pages + page_table, axis=0, mode="clip").reshape(batch, per_row * page_size, width)
-    written = jnp.arange(per_row * page_size) < lengths[:, None]
-    return jnp.where(written[..., None], rows, jnp.zeros((), stack.dtype))
+    batch = page_table.shape[0]
+
+    def read(part: jax.Array) -> jax.Array:
+        layers, pages, page_size, width = part.shape
+        whole = part.reshape(layers * pages, page_size, width)
+        return jnp.take(whole, layer * pages + page_table, axis=0, mode="clip").reshape(batch, -1, width)
+
+    rows = decode(stack, {name: read(part) for name, part in parts_of(stack).items()}, layer)
+    written = jnp.arange(rows.shape[1]) < lengths[:, None]
+    return jnp.where(written[..., None], rows, jnp.zeros((), rows.dtype))

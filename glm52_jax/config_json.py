@@ -47,15 +47,21 @@ _OTHER_FORM = frozenset(
 )
 
 
+_FORMATS: dict[str, dict[str, str]] = {"fp8": {"fmt": "e4m3"}, "blockwise_int8": {}}
+_CODES = {"fp8": "F8_E4M3", "blockwise_int8": "I8"}
+
+
 @dataclasses.dataclass(frozen=True)
 class QuantizationConfig:
-    """FP8 block quantisation of the published weights (`quantization_config`).
+    """Block quantisation of the published weights (`quantization_config`).
 
     Attributes:
         block: rows and columns of the block that shares one scale (`weight_block_size`).
-        high_precision: names or patterns of modules that are *not* stored in FP8 (`modules_to_not_convert`, also
+        high_precision: names or patterns of modules that are *not* stored in codes (`modules_to_not_convert`, also
             accepted as `ignored_layers`), with known aliases already replaced. An entry matches a module whose name
             equals it, starts with it at a dot, or, when it begins with `re:` or holds `*`, whose name it matches.
+        method: `quant_method`: "fp8" for float8_e4m3fn codes, "blockwise_int8" for int8 codes, the name that published
+            int8 checkpoints of this class and the servers that read them have.
 
     Raises:
         InputError: an entry that begins with `re:` is not a regular expression.
@@ -63,9 +69,15 @@ class QuantizationConfig:
 
     block: tuple[int, int]
     high_precision: tuple[str, ...] = ()
+    method: str = "fp8"
 
     def __post_init__(self) -> None:
         _ = self._patterns  # so that a bad one is refused here, not at its first use
+
+    @property
+    def codes(self) -> str:
+        """Type of the codes, by its safetensors name."""
+        return _CODES[self.method]
 
     def keeps_high_precision(self, module: str) -> bool:
         """Whether the list names `module` (a tensor's name without `.weight`), directly or through a parent."""
@@ -273,8 +285,8 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         raw["pad_token_id"] = config.pad_token_id
     if config.quantization is not None:
         raw["quantization_config"] = {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
+            "quant_method": config.quantization.method,
+            **_FORMATS[config.quantization.method],
             "activation_scheme": "dynamic",
             "weight_block_size": list(config.quantization.block),
             "modules_to_not_convert": list(config.quantization.high_precision),
@@ -443,8 +455,10 @@ def _quantization(fields: _Fields) -> QuantizationConfig | None:
         return None
     if not inner.has("quant_method"):
         raise inner.error("quant_method", "is missing")
-    inner.only("quant_method", "fp8")
-    inner.only("fmt", "e4m3", "float8_e4m3fn")
+    inner.only("quant_method", *_FORMATS)
+    method = inner.raw["quant_method"]
+    if "fmt" in _FORMATS[method]:
+        inner.only("fmt", "e4m3", "float8_e4m3fn")
     inner.only("activation_scheme", "dynamic")
     block = inner.raw.get("weight_block_size")
     if not isinstance(block, list) or len(block) != 2 or not all(type(b) is int and b > 0 for b in block):
@@ -458,7 +472,7 @@ def _quantization(fields: _Fields) -> QuantizationConfig | None:
     for alias, name in QUANTIZATION_ALIASES.items():
         named = [entry.replace(alias, name) for entry in named]
     try:
-        return QuantizationConfig((block[0], block[1]), tuple(dict.fromkeys(named)))
+        return QuantizationConfig((block[0], block[1]), tuple(dict.fromkeys(named)), method)
     except InputError as error:
         raise inner.error("modules_to_not_convert", str(error)) from None
 

@@ -15,7 +15,8 @@ from glm52_jax.cache import Cache
 from glm52_jax.config import ModelConfig
 from glm52_jax.kernels.index_scores.api import index_scores
 from glm52_jax.kernels.topk.api import topk_indices, topk_mask
-from glm52_jax.primitives import Rotary, layer_norm, linear
+from glm52_jax.primitives import Rotary, hadamard, layer_norm, linear
+from glm52_jax.row_formats import RowStack, is_rotated
 from glm52_jax.selection import Selection
 
 K_NORM_EPS = 1e-6  # a LayerNorm with its own epsilon, in every implementation; no config field
@@ -26,6 +27,15 @@ def index_keys(weights: dict[str, Any], config: ModelConfig, x: jax.Array, rotar
     keys = linear(x, weights["k"], dtype=jnp.float32)
     keys = layer_norm(keys, weights["k_norm"], weights["k_norm_bias"], K_NORM_EPS)
     return _rotate_first(config, keys, rotary)
+
+
+def as_stored(values: jax.Array, index_keys: RowStack) -> jax.Array:
+    """Index keys or queries, turned by the Hadamard rotation where a cache's format has it.
+
+    The rotation is orthogonal, so scores stay what they are as long as keys and queries are both turned, which the
+    format of the cache decides for both. It spreads a large value over the whole key, before that is rounded.
+    """
+    return hadamard(values) if is_rotated(index_keys) else values
 
 
 def index_queries(weights: dict[str, Any], config: ModelConfig, q_latent: jax.Array, rotary: Rotary) -> jax.Array:
@@ -62,7 +72,7 @@ def select(
         as_mask: give the mask form.
     """
     scores = index_scores(
-        index_queries(weights, config, q_latent, rotary),
+        as_stored(index_queries(weights, config, q_latent, rotary), cache.index_keys),
         head_weights(weights, config, x),
         cache.index_keys,
         indexer,

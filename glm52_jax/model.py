@@ -20,6 +20,7 @@ from glm52_jax.cache import Cache
 from glm52_jax.config import SPARSE, ModelConfig
 from glm52_jax.errors import InputError
 from glm52_jax.primitives import Rotary, linear, rms_norm
+from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
 from glm52_jax.selection import Selection
 
 Params = dict[str, Any]
@@ -116,6 +117,7 @@ def forward(
     mask: jax.typing.ArrayLike | None = None,
     *,
     forms: Forms | None = None,
+    cache_format: CacheFormat | None = None,
 ) -> jax.Array:
     """Logits of whole texts.
 
@@ -124,6 +126,7 @@ def forward(
         tokens: int `[batch, length]`.
         mask: bool `[batch, length]`, False for padding on any side; None for none. Positions count the real tokens.
         forms: which of its equal forms to use; the best for the length when None.
+        cache_format: how the cache keeps its rows; plain when None. The others round them.
 
     Returns:
         float32 `[batch, length, vocab]`; rows under padding mean nothing.
@@ -132,7 +135,8 @@ def forward(
         InputError: a shape that does not fit, a token that the vocabulary has not, a text that is too long.
     """
     tokens, mask = _checked(config, tokens, mask)
-    return _forward(params, config, tokens, mask, forms or Forms.best(tokens.shape[1]))
+    form = cache_format or PLAIN_CACHE
+    return _forward(params, config, tokens, mask, forms or Forms.best(tokens.shape[1]), form)
 
 
 def trace(
@@ -142,23 +146,29 @@ def trace(
     mask: jax.typing.ArrayLike | None = None,
     *,
     forms: Forms | None = None,
+    cache_format: CacheFormat | None = None,
 ) -> Trace:
     """Like `forward`, with what every layer did. See `Trace`."""
     tokens, mask = _checked(config, tokens, mask)
-    return _trace(params, config, tokens, mask, forms or Forms.best(tokens.shape[1]))
+    form = cache_format or PLAIN_CACHE
+    return _trace(params, config, tokens, mask, forms or Forms.best(tokens.shape[1]), form)
 
 
-@partial(jax.jit, static_argnames=("config", "forms"))
-def _forward(params: Params, config: ModelConfig, tokens: jax.Array, mask: jax.Array, forms: Forms) -> jax.Array:
+@partial(jax.jit, static_argnames=("config", "forms", "form"))
+def _forward(
+    params: Params, config: ModelConfig, tokens: jax.Array, mask: jax.Array, forms: Forms, form: CacheFormat
+) -> jax.Array:
     order = _real_first(mask)
-    hidden, _, _ = _whole(params, config, tokens, mask, order, forms, traced=False)
+    hidden, _, _ = _whole(params, config, tokens, mask, order, forms, form, traced=False)
     return _unpack(head(params, hidden), order)
 
 
-@partial(jax.jit, static_argnames=("config", "forms"))
-def _trace(params: Params, config: ModelConfig, tokens: jax.Array, mask: jax.Array, forms: Forms) -> Trace:
+@partial(jax.jit, static_argnames=("config", "forms", "form"))
+def _trace(
+    params: Params, config: ModelConfig, tokens: jax.Array, mask: jax.Array, forms: Forms, form: CacheFormat
+) -> Trace:
     order = _real_first(mask)
-    hidden, cache, layers = _whole(params, config, tokens, mask, order, forms, traced=True)
+    hidden, cache, layers = _whole(params, config, tokens, mask, order, forms, form, traced=True)
     assert layers is not None
     batch, length = tokens.shape
     streams = jnp.concatenate([layers.hidden, hidden[None]])
@@ -209,13 +219,14 @@ def _whole(
     mask: jax.Array,
     order: jax.Array,
     forms: Forms,
+    form: CacheFormat,
     *,
     traced: bool,
 ) -> tuple[jax.Array, Cache, LayerTrace | None]:
     """`extend` over whole texts with a cache of their length; results in packed order."""
     batch, length = tokens.shape
     config = config if "mtp" in params else config.without_mtp()
-    cache = Cache.create(config, batch, length, dtype=compute_dtype(params), page_size=length)
+    cache = Cache.create(config, batch, length, dtype=compute_dtype(params), page_size=length, form=form)
     packed = jnp.take_along_axis(tokens, order, axis=1)
     return extend(params, config, packed, _positions(mask), cache, forms, traced=traced)
 

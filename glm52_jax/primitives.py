@@ -100,6 +100,14 @@ def mlp(x: jax.Array, gate: Weight, up: Weight, down: Weight) -> jax.Array:
     return linear(hidden.astype(x.dtype), down)
 
 
+def hadamard(x: jax.Array) -> jax.Array:
+    """The last dimension, a power of two, turned by the normalised Hadamard matrix, its own inverse; float32."""
+    width = x.shape[-1]
+    bits = np.arange(width)
+    signs = 1 - 2 * (np.bitwise_count(bits[:, None] & bits) % 2).astype(np.float32)
+    return linear(x.astype(jnp.float32), jnp.asarray(signs * np.float32(width**-0.5)))
+
+
 @flax.struct.dataclass
 class Rotary:
     """Cosines and sines of the rotary angles of some positions, float32 `[batch, tokens, pairs]`."""

@@ -36,7 +36,7 @@ class Tensor:
 
     name: str
     shape: tuple[int, ...]
-    quantized: bool = False  # stored as FP8 codes with a scale a block
+    quantized: bool = False  # stored as codes with a scale a block
     float32: bool = False  # float32 in every release
     optional: bool = False  # absent in the released files
 

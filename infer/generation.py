@@ -16,6 +16,7 @@ import numpy as np
 
 from glm52_jax.config import ModelConfig
 from glm52_jax.errors import InputError
+from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
 from infer.sampling import Sampling
 from infer.steps import StepProvider
 
@@ -67,6 +68,7 @@ def generate(
     stop_ids: Sequence[int] | None = None,
     chunk: int = CHUNK,
     backend: str | None = None,
+    cache_format: CacheFormat | None = None,
 ) -> list[list[int]]:
     """Continues every prompt.
 
@@ -82,6 +84,7 @@ def generate(
         stop_ids: ids that end a text; the config's when None, none when empty.
         chunk: tokens of each prompt in a prefill step.
         backend: backend of the kernels; the best for the platform when None.
+        cache_format: how the cache keeps its rows; plain when None.
 
     Returns:
         The new tokens of each prompt, without the one that ended it.
@@ -102,6 +105,7 @@ def generate(
         stop_ids=stop_ids,
         chunk=chunk,
         backend=backend,
+        cache_format=cache_format,
     )
     texts: list[list[int]] = [[] for _ in prompts]
     for row, tokens in generation:
@@ -131,6 +135,7 @@ class Generation:
         stop_ids: Sequence[int] | None = None,
         chunk: int = CHUNK,
         backend: str | None = None,
+        cache_format: CacheFormat | None = None,
     ):
         self.params, self.prompts, self.max_new_tokens = params, prompts, max_new_tokens
         _check_prompts(config, prompts, max_new_tokens)
@@ -150,6 +155,7 @@ class Generation:
             draft_tokens=draft_tokens,
             sampled=self.sampling is not None,
             backend=backend,
+            cache_format=cache_format or PLAIN_CACHE,
         )
         self.figures = Figures(accepted=[0] * draft_tokens)
         self.reasons: list[str | None] = [None] * len(prompts)

@@ -22,6 +22,7 @@ from glm52_jax.cache import PAGE_SIZE, Cache
 from glm52_jax.config import ModelConfig
 from glm52_jax.errors import InputError
 from glm52_jax.model import compute_dtype, extend, head
+from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
 from infer.sampling import Sampling, next_token
 from infer.speculative import MAX_DRAFT_TOKENS, Window, accept, draft
 
@@ -80,6 +81,7 @@ class StepProvider:
         sampled: whether any sequence is sampled; a greedy step does no work for it.
         backend: see `kernels.resolve_backend`.
         page_size: rows a page of the cache.
+        cache_format: how the cache keeps its rows.
     """
 
     config: ModelConfig
@@ -91,6 +93,7 @@ class StepProvider:
     sampled: bool = False
     backend: str | None = None
     page_size: int = PAGE_SIZE
+    cache_format: CacheFormat = PLAIN_CACHE
 
     def __post_init__(self) -> None:
         if not 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
@@ -126,7 +129,12 @@ class StepProvider:
         return State(
             # Drafts of a sequence at its end reach past its last token.
             cache=Cache.create(
-                self._cached, self.batch, self.capacity + self.draft_tokens, dtype=self.dtype, page_size=self.page_size
+                self._cached,
+                self.batch,
+                self.capacity + self.draft_tokens,
+                dtype=self.dtype,
+                page_size=self.page_size,
+                form=self.cache_format,
             ),
             token=jnp.zeros(self.batch, jnp.int32),
             position=jnp.full(self.batch, -1, jnp.int32),

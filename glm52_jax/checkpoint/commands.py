@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
 
 from glm52_jax.checkpoint.progress import progressing
-from glm52_jax.checkpoint.settings import DTYPE_NAMES, KEEP, Settings
+from glm52_jax.checkpoint.settings import DTYPE_NAMES, KEEP, QUANTIZE, Settings
 from glm52_jax.checkpoint.sizes import SIZE, short_size
 from glm52_jax.checkpoint.store import CHUNK_BYTES
 from glm52_jax.errors import InputError
 
 if TYPE_CHECKING:
     from glm52_jax.checkpoint.convert import Plan
+    from glm52_jax.checkpoint.layerwise import Finding
+    from glm52_jax.checkpoint.sources import Checkpoint
 
 _HELP = {"help_option_names": ["-h", "--help"]}
 _MOST_DIFFERENCES = 20
@@ -37,9 +42,11 @@ def _jobs(command: Callable[..., Any]) -> Callable[..., Any]:
     type=click.Choice([KEEP, *DTYPE_NAMES]),
     default=KEEP,
     show_default=True,
-    help="Type of the plain weights; other than keep, FP8 weights are dequantised to it.",
+    help="Type of the plain weights; other than keep, weights in codes are dequantised to it.",
 )
-@click.option("--quantize", type=click.Choice(["fp8"]), help="Store in FP8 blocks what the published FP8 files do.")
+@click.option(
+    "--quantize", type=click.Choice(list(QUANTIZE)), help="Store in blocks of codes what the published FP8 files do."
+)
 @click.option("--layers", help="Only these, such as 0,3,6-9,78 (the MTP layer is the last); to look at, not to run.")
 @click.option("--without-mtp", is_flag=True, help="Go on without an MTP layer, or leave it out.")
 @click.option("--process", default="1/1", metavar="I/N", help="The I-th of N processes that share the work.")
@@ -126,7 +133,7 @@ def _layers(text: str | None) -> tuple[int, ...] | None:
     type=click.Choice([KEEP, *DTYPE_NAMES]),
     default=KEEP,
     show_default=True,
-    help="Type of the plain weights; other than keep, FP8 weights are dequantised to it.",
+    help="Type of the plain weights; other than keep, weights in codes are dequantised to it.",
 )
 @click.option("--fused-experts", is_flag=True, help="One tensor for all experts of a layer; not in FP8.")
 @click.option("--without-mtp", is_flag=True, help="Leave the MTP layer out.")
@@ -160,20 +167,36 @@ def export(
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option("--against", "source", required=True, help="What it was made from.")
 @click.option("--quick", is_flag=True, help="Names, types, shapes, sizes and totals only; no value is read.")
+@click.option(
+    "--layers",
+    help="In place of values, run these layers, such as 0,3,6,78 (the MTP layer is the last), and those of transformers"
+    " on the source's weights, and say where they first differ beyond rounding. Needs torch and transformers.",
+)
+@click.option("--tokens", type=int, help="With --layers: how many tokens.  [default: index_topk and 64 more]")
 @_jobs
-def verify(target: Path, source: str, quick: bool, jobs: int) -> None:
-    """Compare a converted or exported checkpoint with its source, every tensor by value.
+def verify(target: Path, source: str, quick: bool, layers: str | None, tokens: int | None, jobs: int) -> None:
+    """Compare a converted or exported checkpoint with its source: every tensor by value, or layers by what they do.
 
     The exit code is 0 where they are equal, 1 where they differ, 2 where one of them cannot be read.
     """
     from glm52_jax.checkpoint import verify as verification
     from glm52_jax.checkpoint.sources import open_checkpoint, opened
 
+    if tokens is not None and layers is None:
+        raise InputError("--tokens is for --layers, which is not given")
+    if quick and layers is not None:
+        raise InputError("--quick and --layers are given, expected one of them")
+    numbers = _layers(layers)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
+    quick = quick or numbers is not None
     with opened(source) as checkpoint, progressing(console, "verifying") as meter:
-        report = verification.verify(open_checkpoint(target), checkpoint, quick=quick, jobs=jobs, meter=meter)
-    for note in (*report.notes, *report.changed):
-        console.print(note, style="yellow", markup=False)
+        found = open_checkpoint(target)
+        report = verification.verify(found, checkpoint, quick=quick, jobs=jobs, meter=meter)
+        for note in (*report.notes, *report.changed):
+            console.print(note, style="yellow", markup=False)
+        if numbers is not None and not report.differences:
+            _verify_layers(found, checkpoint, numbers, tokens, console)
+            return
     if report.account is not None:
         console.print(report.account.line())
     for difference in report.differences[:_MOST_DIFFERENCES]:
@@ -184,3 +207,43 @@ def verify(target: Path, source: str, quick: bool, jobs: int) -> None:
         raise SystemExit(1)
     how = "names, types, shapes and sizes are" if quick else "every value is"
     click.echo(f"{report.tensors:,} tensors, {short_size(report.bytes)}: {how} as {source} gives them")
+
+
+def _verify_layers(
+    target: Checkpoint, source: Checkpoint, layers: tuple[int, ...], tokens: int | None, console: Console
+) -> None:
+    """Prints a table of stages and a verdict on standard output; the exit code is 1 where they differ."""
+    from glm52_jax.checkpoint import layerwise
+
+    planned = layerwise.plan(target, source, layers, tokens=tokens)
+    for note in planned.notes:
+        console.print(note, style="yellow", markup=False)
+    console.print(
+        f"{len(planned.layers)} layers, {len(planned.tokens):,} tokens, one layer in memory at a time; at most "
+        f"{planned.memory_bound / 2**20:,.0f} MiB of anonymous memory"
+    )
+    findings = []
+    for found in layerwise.compare(planned, said=console.print):
+        _print_layer(found, header=not findings)
+        findings += found
+    click.echo(f"rounding: float32; {layerwise.BOUND:g} of a value and of the RMS of its token's values")
+    first = next((finding for finding in findings if finding.beyond), None)
+    if first is not None:
+        click.echo(f"first difference beyond rounding: {first.sentence}")
+        raise SystemExit(1)
+    click.echo(f"layers {', '.join(map(str, layers))}: no difference beyond rounding")
+
+
+def _print_layer(findings: Sequence[Finding], *, header: bool) -> None:
+    """A layer's rows of the table, as soon as it is done; those of the next one go on below them."""
+    terminal = sys.stdout.isatty()
+    table = Table(box=SIMPLE_HEAD if terminal else None, show_header=header, pad_edge=False)
+    for name, width in (("layer", 8), ("stage", 19)):
+        table.add_column(name, min_width=width, no_wrap=True)
+    for name in ("max |d|", "of RMS", "of bound"):
+        table.add_column(name, min_width=8, justify="right", no_wrap=True)
+    table.add_column("")
+    for f in findings:
+        figures = (f"{f.largest:.0f} rows", "", "") if f.is_choice else tuple(f"{v:.1e}" for v in f.figures)
+        table.add_row(f.where, f.stage, *figures, f.note, style="bold red" if f.beyond else None)
+    Console(width=None if terminal else 120, highlight=False).print(table)

@@ -16,7 +16,7 @@ from pathlib import Path
 from glm52_jax.checkpoint.companions import companions
 from glm52_jax.checkpoint.convert import config_text, memory_bound, refuse_nested
 from glm52_jax.checkpoint.converted import ConvertedCheckpoint
-from glm52_jax.checkpoint.published import FLOAT8, INDEX_FILE, SINGLE_FILE, fused_name
+from glm52_jax.checkpoint.published import CODES, INDEX_FILE, SINGLE_FILE, fused_name
 from glm52_jax.checkpoint.safetensors_file import DTYPES, SafetensorsFile, file_layout
 from glm52_jax.checkpoint.settings import Settings, changes, checked, pieces, target_config, target_json
 from glm52_jax.checkpoint.sources import Checkpoint, open_checkpoint
@@ -108,7 +108,7 @@ def plan(
     """Lays out the files, reading headers only.
 
     Raises:
-        InputError: the source is not whole; the destination is in use; experts in float8 are to be fused.
+        InputError: the source is not whole; the destination is in use; experts in codes are to be fused.
     """
     opened = open_checkpoint(source) if isinstance(source, str | Path) else source
     folder = Path(destination)
@@ -208,8 +208,9 @@ def _group(name: str, members: list[Piece]) -> _Group:
             {output.name: (output.dtype, output.shape) for output in p.outputs},
             ((p, tuple(output.name for output in p.outputs)),),
         )
-    if any(p.outputs[0].dtype == FLOAT8 for p in members):
-        raise InputError(f"{name} cannot be one tensor of all experts in float8, which no reader knows; try --dtype")
+    codes = next((p.outputs[0].dtype for p in members if p.outputs[0].dtype in CODES), None)
+    if codes is not None:
+        raise InputError(f"{name} cannot be one tensor of all experts in {codes}, which no reader knows; try --dtype")
     rows, columns = members[0].outputs[0].shape
     places = {p: fused_name(p.name) for p in members}
     members = sorted(members, key=lambda p: (places[p] or ("", 0, 0))[1:])

@@ -25,7 +25,7 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
 PLAIN = ("BF16", "F16", "F32")
-FLOAT8 = "F8_E4M3"
+CODES = ("F8_E4M3", "I8")
 SCALE_NAMES = (SCALE_SUFFIX, "_scale")  # some tools rename the scale; it multiplies all the same
 
 _FUSED = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", None)}
@@ -198,7 +198,7 @@ class PublishedCheckpoint:
         name, expert, half = fused
         rows, columns = tensor.shape
         self._check_shape(name, (config.n_routed_experts, rows if half is None else 2 * rows, columns))
-        # No release and no known tool has fused experts in float8.
+        # No release and no known tool has fused experts in codes.
         self._check_type(name, dataclasses.replace(tensor, quantized=False), config)
         return Stored(tensor, name, fused=(expert, half))
 
@@ -211,16 +211,19 @@ class PublishedCheckpoint:
 
     def _check_type(self, name: str, tensor: Tensor, config: ModelConfig) -> None:
         found, file = self.entry(name).dtype, self.folder / self.where[name]
-        expected = ("F32",) if tensor.float32 else (FLOAT8,) if tensor.quantized else PLAIN
-        if found == FLOAT8 and config.quantization is None:
-            raise InputError(f"{file}: {name} is {FLOAT8}, but config.json has no quantization_config")
+        quantization = config.quantization
+        expected = ("F32",) if tensor.float32 else PLAIN
+        if tensor.quantized and quantization is not None:
+            expected = (quantization.codes,)
+        if found in CODES and quantization is None:
+            raise InputError(f"{file}: {name} is {found}, but config.json has no quantization_config")
         if found not in expected:
             listed = ", as quantization_config does not except it" if tensor.quantized and found in PLAIN else ""
             raise InputError(f"{file}: {name} is {found}, expected {' or '.join(expected)}{listed}")
 
     def _scale(self, tensor: Tensor, config: ModelConfig) -> str | None:
-        """The name of a float8 tensor's scale."""
-        if self.entry(tensor.name).dtype != FLOAT8:
+        """The name of the scale of a tensor of codes."""
+        if self.entry(tensor.name).dtype not in CODES:
             return None
         assert config.quantization is not None
         names = [tensor.name + suffix for suffix in SCALE_NAMES]
@@ -229,8 +232,8 @@ class PublishedCheckpoint:
             raise InputError(f"{self.folder}: {tensor.name} has two scales, {found[0]} and {found[1]}")
         if not found:
             raise InputError(
-                f"{self.folder / self.where[tensor.name]}: {tensor.name} is {FLOAT8} but has no scale, expected "
-                f"{' or '.join(names)}"
+                f"{self.folder / self.where[tensor.name]}: {tensor.name} is {self.entry(tensor.name).dtype} but has no "
+                f"scale, expected {' or '.join(names)}"
             )
         self._check_shape(found[0], tensor.scale_shape(config.quantization.block))
         if self.entry(found[0]).dtype != "F32":
@@ -256,7 +259,9 @@ class PublishedCheckpoint:
         file, name = self.folder / self.where[extra[0]], extra[0]
         weight = next((name.removesuffix(s) for s in SCALE_NAMES if name.endswith(".weight" + s)), None)
         if weight is not None and weight in self.where:
-            raise InputError(f"{file}: {name} is a scale, but {weight} is {self.entry(weight).dtype}, not {FLOAT8}")
+            raise InputError(
+                f"{file}: {name} is a scale, but {weight} is {self.entry(weight).dtype}, not {' or '.join(CODES)}"
+            )
         if weight is not None:
             raise InputError(f"{file}: {name} is a scale without its weight {weight}")
         more = f", and {len(extra) - 1} more" if len(extra) > 1 else ""

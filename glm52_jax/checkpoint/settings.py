@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from glm52_jax.checkpoint.published import FLOAT8, Contents
+from glm52_jax.checkpoint.published import CODES, Contents
 from glm52_jax.checkpoint.safetensors_file import DTYPES
 from glm52_jax.checkpoint.store import CHUNK_BYTES
 from glm52_jax.checkpoint.transform import Piece, Source, piece
@@ -16,15 +16,16 @@ from glm52_jax.errors import InputError
 
 KEEP = "keep"
 DTYPE_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+QUANTIZE = {"fp8": "fp8", "int8": "blockwise_int8"}
+"""Names of the options, and the `quant_method` that `config.json` has for them."""
 PUBLISHED_BLOCK = (128, 128)
-# In `config.json` each of these may say the type, by the age of the program that wrote it.
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """Attributes:
-    dtype: "keep", or the type of every plain tensor but the float32 ones; float8 weights are then dequantised.
-    quantize: "fp8" to store in blocks what the published FP8 files store so, or None.
+    dtype: "keep", or the type of every plain tensor but the float32 ones; weights in codes are then dequantised.
+    quantize: "fp8" or "int8" to store in blocks of codes what the published FP8 files store so, or None.
     layers: the layers to take, the MTP layer under its number; None for all.
     without_mtp: go on where the MTP layer is declared but absent, or leave it out.
     chunk_bytes: largest chunk of the store.
@@ -55,20 +56,25 @@ def checked(source: Any, config: ModelConfig, settings: Settings) -> Contents:
 
     Raises:
         InputError: a tensor is missing, extra or of another form; the MTP layer is declared but absent; the source is
-            float8 already and is to be quantised; a layer is asked for that the model has not.
+            in codes that cannot be quantised so; a layer is asked for that the model has not.
     """
     if settings.dtype not in (KEEP, *DTYPE_NAMES):
         raise InputError(f"dtype is {settings.dtype!r}, expected {KEEP} or {' or '.join(DTYPE_NAMES)}")
-    if settings.quantize not in (None, "fp8"):
-        raise InputError(f"quantize is {settings.quantize!r}, expected fp8")
+    if settings.quantize not in (None, *QUANTIZE):
+        raise InputError(f"quantize is {settings.quantize!r}, expected {' or '.join(QUANTIZE)}")
     contents: Contents = source.check(config.without_mtp() if settings.without_mtp else config)
     if config.has_mtp and not contents.config.has_mtp and not settings.without_mtp:
         raise InputError(
             f"{source.folder}: config.json declares an MTP layer (num_nextn_predict_layers 1), but there is no tensor "
             f"of it (model.layers.{config.num_hidden_layers}.*); --without-mtp goes on without it"
         )
-    if settings.quantize and config.quantization is not None:
-        raise InputError(f"{source.folder}: is in float8 already, expected plain weights to quantise")
+    found = config.quantization
+    if found and settings.quantize and (QUANTIZE[settings.quantize] == found.method or found.method != "fp8"):
+        expected = "plain weights" if settings.quantize == "fp8" else "plain or FP8 weights"
+        raise InputError(
+            f"{source.folder}: holds {found.codes} codes already (quant_method {found.method}), expected {expected} to "
+            f"quantise to {settings.quantize}"
+        )
     last = config.num_hidden_layers + contents.config.has_mtp - 1
     for layer in settings.layers or ():
         if not 0 <= layer <= last:
@@ -78,26 +84,26 @@ def checked(source: Any, config: ModelConfig, settings: Settings) -> Contents:
 
 def pieces(source: Source, contents: Contents, settings: Settings) -> list[Piece]:
     """Everything to write, in the order of the source's files, so that each is read from front to back."""
-    # With a quantization_config, the table says of each tensor whether it is stored in float8.
-    quantized = _quantized_names(contents.config) if settings.quantize else frozenset()
-    block = PUBLISHED_BLOCK if settings.quantize else None
+    made = _quantization(settings)
+    quantized = _quantized_names(contents.config, made) if made else frozenset()
     found = []
     for name, stored in contents.tensors.items():
         if settings.layers is not None and _layer(name) not in (None, *settings.layers):
             continue
         dtype = None if settings.dtype == KEEP or stored.tensor.float32 else DTYPE_NAMES[settings.dtype]
-        if name in quantized:
-            dtype = FLOAT8
-        found.append(piece(source, contents, stored.tensor, dtype, block))
+        if made and name in quantized:
+            dtype = made.codes
+        found.append(piece(source, contents, stored.tensor, dtype, made.block if made else None))
     return sorted(found, key=lambda p: (p.file, source.entry(p.stored.name).start + p.offset, p.name))
 
 
 def target_config(contents: Contents, settings: Settings, written: list[Piece]) -> ModelConfig:
     """The config of what is written."""
     config = contents.config
-    if settings.quantize:
-        plain = [p.name.removesuffix(".weight") for p in written if p.outputs[0].dtype != FLOAT8]
-        config = dataclasses.replace(config, quantization=QuantizationConfig(PUBLISHED_BLOCK, tuple(plain)))
+    made = _quantization(settings)
+    if made:
+        plain = [p.name.removesuffix(".weight") for p in written if p.outputs[0].dtype not in CODES]
+        config = dataclasses.replace(config, quantization=dataclasses.replace(made, high_precision=tuple(plain)))
     if settings.dtype != KEEP:
         quantization = config.quantization if settings.quantize else None
         config = dataclasses.replace(config, dtype=settings.dtype, quantization=quantization)
@@ -133,6 +139,7 @@ def changes(written: list[Piece]) -> list[str]:
     """A sentence for each way in which values are no longer those of the source."""
     words = {
         "quantize": "quantised, which rounds them",
+        "requantize": "quantised again, which rounds them",
         "dequantize": "dequantised, codes times scales",
     }
     found: dict[tuple[str, str | None, str], int] = {}
@@ -153,10 +160,15 @@ def _widens(before: str | None, after: str) -> bool:
     return before is not None and DTYPES[before].itemsize < DTYPES[after].itemsize
 
 
-def _quantized_names(config: ModelConfig) -> frozenset[str]:
+def _quantization(settings: Settings) -> QuantizationConfig | None:
+    return QuantizationConfig(PUBLISHED_BLOCK, method=QUANTIZE[settings.quantize]) if settings.quantize else None
+
+
+def _quantized_names(config: ModelConfig, made: QuantizationConfig) -> frozenset[str]:
+    """What the parameter table stores in codes: of a source in codes, what is so there."""
     from glm52_jax.spec import published_tensors
 
-    policy = dataclasses.replace(config, quantization=QuantizationConfig(PUBLISHED_BLOCK))
+    policy = dataclasses.replace(config, quantization=config.quantization or made)
     return frozenset(tensor.name for _, tensor in published_tensors(policy) if tensor.quantized)
 
 

@@ -27,7 +27,7 @@ PARAMS = "params"
 CHUNK_BYTES = 64 * 2**20
 """Largest chunk; also the reach of a host that needs only some rows."""
 
-_ZARR_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn"}
+_ZARR_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "I8": "int8"}
 STORED_TYPES = tuple(_ZARR_TYPES)
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(0|[1-9][0-9]*)\.(.+)")
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 from typing import Literal, Protocol
 
 import numpy as np
 
-from glm52_jax.checkpoint.published import FLOAT8, Contents, Stored
+from glm52_jax.checkpoint.published import CODES, Contents, Stored
 from glm52_jax.checkpoint.safetensors_file import DTYPES, Entry, tensor_bytes
 from glm52_jax.errors import InputError
 from glm52_jax.spec import Tensor
@@ -25,7 +26,7 @@ SLICE_BYTES = 256 * 2**10
 WORKER_BYTES = {"copy": 16 * 2**20, "change": 128 * 2**20}
 """What one worker holds: the slice, and where values change their float32 forms."""
 
-Kind = Literal["copy", "cast", "dequantize", "quantize"]
+Kind = Literal["copy", "cast", "dequantize", "quantize", "requantize"]
 
 
 class Source(Protocol):
@@ -61,8 +62,8 @@ class Piece:
         stored: how the source holds it.
         file: of the source, with `offset` the bytes into the tensor (experts can be parts of a fused one).
         kind: what happens to its values.
-        outputs: the weight, and the scale of a float8 one.
-        block: of the scales that are read or made.
+        outputs: the weight, and the scale of one in codes.
+        read_block, made_block: of the scales that are read with the weight, and of those that are made.
     """
 
     stored: Stored
@@ -70,7 +71,8 @@ class Piece:
     offset: int
     kind: Kind
     outputs: tuple[Output, ...]
-    block: tuple[int, int] | None = None
+    read_block: tuple[int, int] | None = None
+    made_block: tuple[int, int] | None = None
 
     @property
     def name(self) -> str:
@@ -91,7 +93,7 @@ def piece(
         contents: of the source.
         tensor: from the source's table.
         dtype: of the target, by its safetensors name; None to keep the source's.
-        block: of the scales, where the target has float8.
+        block: of the scales, where the target has codes.
     """
     stored = contents.tensors[tensor.name]
     entry = source.entry(stored.name)
@@ -100,16 +102,18 @@ def piece(
     weight = Output(tensor.name, wanted, tensor.shape, found)
     own = contents.config.quantization.block if contents.config.quantization else None
     file = source.where[stored.name]
-    if found == FLOAT8:
+    if found in CODES and wanted == found:
         assert stored.scale is not None
-        if wanted != FLOAT8:
-            return Piece(stored, file, offset, "dequantize", (weight,), own)
         scale = Output(stored.scale, "F32", source.entry(stored.scale).shape, "F32")
         return Piece(stored, file, offset, "copy", (weight, scale), own)
-    if wanted == FLOAT8:
+    if wanted in CODES:
         assert block is not None
         scale = Output(tensor.scale_name, "F32", tensor.scale_shape(block), None)
-        return Piece(stored, file, offset, "quantize", (weight, scale), block)
+        if found in CODES:
+            return Piece(stored, file, offset, "requantize", (weight, scale), own, block)
+        return Piece(stored, file, offset, "quantize", (weight, scale), made_block=block)
+    if found in CODES:
+        return Piece(stored, file, offset, "dequantize", (weight,), own)
     return Piece(stored, file, offset, "copy" if found == wanted else "cast", (weight,))
 
 
@@ -146,34 +150,43 @@ def _copied(source: Source, piece: Piece) -> Iterator[tuple[int, memoryview]]:
 
 
 def _dequantized(source: Source, piece: Piece) -> Iterator[tuple[int, memoryview]]:
-    from glm52_jax.quant import dequantize_blocks  # imports JAX, which copies do without
-
-    assert piece.block is not None
-    scales = _scales(source, piece)
-    dtype, done = DTYPES[piece.outputs[0].dtype], 0
-    for rows in _rows(source, piece, piece.block[0]):
-        first, count = done // piece.block[0], -(-rows.shape[0] // piece.block[0])
-        # Decoding by table is several times as fast as numpy's cast from float8.
-        plain = dequantize_blocks(_float8_table()[rows.view(np.uint8)], scales[first : first + count], piece.block)
+    assert piece.read_block is not None
+    dtype = DTYPES[piece.outputs[0].dtype]
+    for plain in _plain_rows(source, piece, piece.read_block[0]):
         yield 0, _bytes(plain.astype(dtype, copy=False))
-        done += rows.shape[0]
 
 
 def _quantized(source: Source, piece: Piece) -> Iterator[tuple[int, memoryview]]:
-    from glm52_jax.quant import quantize_blocks
+    from glm52_jax.quant import quantize_blocks  # imports JAX, which copies do without
 
-    assert piece.block is not None
+    assert piece.made_block is not None
+    multiple = math.lcm(piece.made_block[0], piece.read_block[0] if piece.read_block else 1)
     scales = []
-    for rows in _rows(source, piece, piece.block[0]):
-        plain = rows.astype(np.float32)
+    for plain in _plain_rows(source, piece, multiple):
         if not np.isfinite(plain).all():
             raise InputError(
                 f"{piece.file}: {piece.stored.name} is not finite, so {piece.name} has no scale to be quantised with"
             )
-        codes, scale = quantize_blocks(plain, piece.block)
+        codes, scale = quantize_blocks(plain, piece.made_block, DTYPES[piece.outputs[0].dtype])
         scales.append(scale)
         yield 0, _bytes(codes)
     yield 1, _bytes(np.concatenate(scales))
+
+
+def _plain_rows(source: Source, piece: Piece, multiple: int) -> Iterator[np.ndarray]:
+    """float32 slices of whole rows, codes times their scales where there are any."""
+    if piece.read_block is None:
+        yield from (rows.astype(np.float32) for rows in _rows(source, piece, multiple))
+        return
+    from glm52_jax.quant import dequantize_blocks
+
+    scales, done = _scales(source, piece), 0
+    for rows in _rows(source, piece, multiple):
+        first, count = done // piece.read_block[0], -(-rows.shape[0] // piece.read_block[0])
+        # Decoding by table is several times as fast as numpy's cast from float8.
+        decoded = _decoded(rows.dtype)[rows.view(np.uint8)]
+        yield dequantize_blocks(decoded, scales[first : first + count], piece.read_block)
+        done += rows.shape[0]
 
 
 def _rows(source: Source, piece: Piece, multiple: int) -> Iterator[np.ndarray]:
@@ -215,6 +228,6 @@ def _bytes(array: np.ndarray) -> memoryview:
 
 
 @functools.cache
-def _float8_table() -> np.ndarray:
-    """float32 of each of the 256 codes."""
-    return np.arange(256, dtype=np.uint8).view(DTYPES[FLOAT8]).astype(np.float32)
+def _decoded(codes: np.dtype) -> np.ndarray:
+    """float32 of each of the 256 codes of a type."""
+    return np.arange(256, dtype=np.uint8).view(codes).astype(np.float32)

@@ -145,8 +145,8 @@ class _Comparison:
 def _equal(a: memoryview, b: memoryview) -> bool:
     """Compared by eight bytes at a time: a memoryview compares its items one by one."""
     whole = len(a) - len(a) % 8
-    words = (np.frombuffer(m[:whole], np.uint64) for m in (a, b))
-    return np.array_equal(*words) and a[whole:] == b[whole:]
+    first, second = (np.frombuffer(m[:whole], np.uint64) for m in (a, b))
+    return np.array_equal(first, second) and a[whole:] == b[whole:]
 
 
 def _start(target: Checkpoint, contents: Contents, p: Piece) -> int:

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from glm52_jax.checkpoint.published import INDEX_FILE, SINGLE_FILE, fused_name
-from glm52_jax.checkpoint.safetensors_file import tensor_bytes, write_safetensors
+from glm52_jax.checkpoint.safetensors_file import DTYPES, tensor_bytes, write_safetensors
 from glm52_jax.config import ModelConfig
 from glm52_jax.errors import InputError
-from glm52_jax.quant import FLOAT8, BlockQuantized, dequantize_blocks, quantize_blocks
+from glm52_jax.quant import BlockQuantized, dequantize_blocks, quantize_blocks
 from glm52_jax.spec import Param, Stack, Tensor, parameters
 
 Params = dict[str, Any]
@@ -34,7 +34,7 @@ def write_checkpoint(
     """Writes parameters as a folder in the published layout, which `load_params` and `transformers` read.
 
     Tensors are stored in `config.dtype`, the router's correction bias in float32. Where `config.quantization` is set,
-    those that the parameter table marks are stored in float8 blocks: weights that are quantised so already as they are,
+    those that the parameter table marks are stored in blocks of codes: weights that are in such codes as they are,
     others quantised here (`kv_b_proj` is always one of them, since it is computed with in plain form). `config.json`
     then lists every module that is not, whatever the list of `config` says.
 
@@ -48,7 +48,7 @@ def write_checkpoint(
         params: from `load_params`, `init_params` or training; its leaves may be numpy arrays.
         shard_bytes: largest size of a file's tensors, a larger tensor having a file of its own; one file when None.
         fused_experts: one tensor for all experts of a layer, `experts.gate_up_proj` and `experts.down_proj`, the form
-            in which some releases of `transformers` write them; not in float8.
+            in which some releases of `transformers` write them; not in codes.
 
     Raises:
         InputError: a parameter is missing, extra or of another shape; a weight to quantise is not finite; the folder
@@ -58,7 +58,7 @@ def write_checkpoint(
     if shard_bytes is not None and (isinstance(shard_bytes, bool) or shard_bytes < 1):
         raise InputError(f"shard_bytes is {shard_bytes!r}, expected at least 1")
     if fused_experts and config.quantization is not None:
-        raise InputError("fused_experts is set, but quantization_config stores experts in float8, one by one")
+        raise InputError("fused_experts is set, but quantization_config stores experts in codes, one by one")
     leaves = _checked_leaves(config, params)
     source = _Source(config, leaves)
     pieces = _pieces(config, leaves, fused_experts)
@@ -134,7 +134,7 @@ def _check_leaf(config: ModelConfig, param: Param, leaf: Any) -> None:
 
 def _check_quantized(param: Param, leaf: BlockQuantized) -> None:
     if param.dequantize or not param.fp8:
-        raise InputError(f"params: {param.path} is in float8 blocks, expected plain weights")
+        raise InputError(f"params: {param.path} is in blocks of codes, expected plain weights")
     (rows, columns), block = param.tensor_shape, leaf.block
     found = leaf.codes.shape[-2:], leaf.scales.shape[-2:]
     expected = (rows, columns), (-(-rows // block[0]), -(-columns // block[1]))
@@ -182,7 +182,7 @@ def _stored(config: ModelConfig, tensor: Tensor) -> dict[str, tuple[np.dtype, tu
     assert config.quantization is not None
     scales = tensor.scale_shape(config.quantization.block)
     return {
-        tensor.name: (np.dtype(FLOAT8), tensor.shape),
+        tensor.name: (DTYPES[config.quantization.codes], tensor.shape),
         tensor.scale_name: (np.dtype(np.float32), scales),
     }
 
@@ -209,13 +209,14 @@ class _Source:
         assert quantization is not None
         param, ordinal = piece.made_of[0]
         leaf = self._layer(param, ordinal)
-        if isinstance(leaf, BlockQuantized) and leaf.block == quantization.block:
+        wanted = DTYPES[quantization.codes]
+        if isinstance(leaf, BlockQuantized) and leaf.block == quantization.block and leaf.codes.dtype == wanted:
             codes, scales = _matrices(leaf)
             return codes[piece.number], scales[piece.number].astype(np.float32)
         values = self._plain(piece).astype(np.float32).reshape(piece.tensor.shape)
         if not np.isfinite(values).all():
             raise InputError(f"params: {param.path} is not finite in {name}, so it has no scale to be quantised with")
-        return quantize_blocks(values, quantization.block)
+        return quantize_blocks(values, quantization.block, wanted)
 
     def _plain(self, piece: _Piece) -> np.ndarray:
         """The values of a tensor, in the form that its parameters have; several of them share out its `view`."""
@@ -281,7 +282,7 @@ def _shards(pieces: list[_Piece], shard_bytes: int | None) -> list[list[_Piece]]
 
 
 def _listing_plain(config: ModelConfig, pieces: list[_Piece]) -> ModelConfig:
-    """The config with every module that is not in float8 named, for readers that know no table of parameters."""
+    """The config with every module that is not in codes named, for readers that know no table of parameters."""
     if config.quantization is None:
         return config
     plain = [piece.tensor.name.removesuffix(".weight") for piece in pieces if not piece.tensor.quantized]

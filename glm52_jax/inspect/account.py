@@ -10,7 +10,7 @@ devices, no files and no terminal.
     name                            the name or path that was asked for
     published_tensors               tensors of the published files, scales counted
     elements                        values in them, scales counted
-    elements_by_dtype               the same by type: "BF16", "F8_E4M3", "F32", ...
+    elements_by_dtype               the same by type: "BF16", "F8_E4M3", "I8", "F32", ...
     tensor_bytes                    their bytes; a file's header comes on top
     tensor_bytes_by_part            the same by part of the model
     parameters.total_without_mtp    weights of the model without its draft (MTP) layer; scales are no parameters
@@ -290,5 +290,5 @@ def all_full(config: ModelConfig) -> ModelConfig:
 
 def _dtype(config: ModelConfig, tensor: Tensor) -> str:
     if tensor.quantized and config.quantization:
-        return "F8_E4M3"
+        return config.quantization.codes
     return _DTYPES["float32" if tensor.float32 else config.dtype]

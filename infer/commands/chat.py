@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from glm52_jax.errors import InputError
+from glm52_jax.row_formats import CACHE_FORMATS
 from glm52_jax.text import REASONING_EFFORTS, ChatFormat
 from infer.commands.session import (
     Session,
@@ -50,6 +51,7 @@ def chat(
     seed: int,
     draft_tokens: int,
     chunk: int,
+    kv: str,
     stop: tuple[str, ...],
     ignore_eos: bool,
     dtype: str | None,
@@ -95,6 +97,7 @@ def chat(
                 seed=seed + turn,
                 stop_ids=() if ignore_eos else None,
                 chunk=chunk,
+                cache_format=CACHE_FORMATS[kv],
             )
         except InputError as error:
             if turn == 0:

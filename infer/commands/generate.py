@@ -6,6 +6,7 @@ import sys
 
 import click
 
+from glm52_jax.row_formats import CACHE_FORMATS
 from infer.commands.session import (
     Session,
     check_options,
@@ -37,6 +38,7 @@ def generate(
     seed: int,
     draft_tokens: int,
     chunk: int,
+    kv: str,
     stop: tuple[str, ...],
     ignore_eos: bool,
     dtype: str | None,
@@ -60,6 +62,7 @@ def generate(
         seed=seed,
         stop_ids=() if ignore_eos else None,
         chunk=chunk,
+        cache_format=CACHE_FORMATS[kv],
     )
     pieces = stream_texts(generation, session.tokenizer, len(texts), stop)
     if len(texts) == 1:

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from glm52_jax.checkpoint.load import load_with_report
 from glm52_jax.config import ModelConfig, load_config
 from glm52_jax.errors import InputError
+from glm52_jax.row_formats import CACHE_FORMATS
 from glm52_jax.text import StopStrings, Tokenizer, check_stops
 from infer.generation import STOP, Figures, Generation
 from infer.sampling import Sampling
@@ -48,6 +49,13 @@ def sampling_options(command: Command) -> Command:
     for option in (
         click.option("--ignore-eos", is_flag=True, help="Go on past the ids that end a text."),
         click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; up to four times."),
+        click.option(
+            "--kv",
+            type=click.Choice(list(CACHE_FORMATS)),
+            default="plain",
+            show_default=True,
+            help="Cache rows as computed, in FP8 with group scales, or in FP8 with a scale a layer.",
+        ),
         click.option("--chunk", type=int, default=512, show_default=True, help="Prompt tokens a prefill step."),
         click.option(
             "--draft-tokens",

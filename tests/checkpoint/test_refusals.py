@@ -80,14 +80,14 @@ def fused_experts_hold_the_gate_only(folder: Folder):
     folder.put({prefix + "gate_up_proj": np.zeros((8, 32, 64), np.float32)})
 
 
-@CASES.add("plain", "model.layers.2.mlp.experts.gate_up_proj is I8, expected BF16 or F16 or F32")
+@CASES.add("plain", "model.layers.2.mlp.experts.gate_up_proj is I8, but config.json has no quantization_config")
 def fused_experts_are_int8(folder: Folder):
     prefix = "model.layers.2.mlp.experts."
     folder.drop(lambda name: name.startswith(prefix) and ("gate" in name or "up" in name))
     folder.put({prefix + "gate_up_proj": np.zeros((8, 64, 64), np.int8)})
 
 
-@CASES.add("plain", SINGLE_FILE, O, "is I8, expected BF16 or F16 or F32")
+@CASES.add("plain", SINGLE_FILE, O, "is I8, but config.json has no quantization_config")
 def a_weight_is_int8(folder: Folder):
     replace(folder, O, lambda w: w.astype(np.int8))
 

@@ -269,7 +269,7 @@ def with_leaf(params: dict[str, Any], group: str, name: str, leaf: Any) -> dict[
                 BlockQuantized(np.ones((5, 8, 64), ml_dtypes.float8_e4m3fn), np.ones((5, 1, 1)), (8, 64)),
             ),
             {},
-            "moe.router is in float8 blocks, expected plain weights",
+            "moe.router is in blocks of codes, expected plain weights",
         ),
         (
             lambda p: with_leaf(
@@ -285,7 +285,7 @@ def with_leaf(params: dict[str, Any], group: str, name: str, leaf: Any) -> dict[
         (
             lambda p: p,
             {"fused_experts": True},
-            "fused_experts is set, but quantization_config stores experts in float8",
+            "fused_experts is set, but quantization_config stores experts in codes",
         ),
     ],
 )

@@ -4,6 +4,7 @@ Slots that were never written hold NaN, pages are dealt out in random order, pad
 tokens and has embeddings of NaN, rows take unequal numbers of tokens in a step, and sometimes none.
 """
 
+import inspect
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from glm52_jax import model, mtp
 from glm52_jax.block import Forms
 from glm52_jax.cache import Cache
 from glm52_jax.config import ModelConfig
+from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
 from tests.model.cases import Case, Run, sparse_layers
 
 
@@ -75,7 +77,8 @@ QUICK_OPTIONS = _quick_options()
 
 def compiled(function: Any) -> Any:
     """A quickly jitted function of its own: what is patched now is what it traces."""
-    return jax.jit(partial(function), static_argnames=("config", "forms"), compiler_options=QUICK_OPTIONS)
+    static = [name for name in ("config", "forms", "form") if name in inspect.signature(function).parameters]
+    return jax.jit(partial(function), static_argnames=static, compiler_options=QUICK_OPTIONS)
 
 
 ROOM = 9  # positions beyond a case's length, for the longest continuation
@@ -92,9 +95,10 @@ def hostile_cache(
     dtype: Any = jnp.float32,
     fill: float = np.nan,
     seed: int = 0,
+    form: CacheFormat = PLAIN_CACHE,
 ) -> Cache:
     """A cache whose slots hold `fill`, with spare pages, and pages dealt out in random order."""
-    cache = Cache.create(config, batch, capacity, dtype=dtype, page_size=page_size)
+    cache = Cache.create(config, batch, capacity, dtype=dtype, page_size=page_size, form=form)
     used, spare = cache.page_table.size, 3
     order = np.random.default_rng(seed).permutation(used + spare)[:used]
 
@@ -102,7 +106,7 @@ def hostile_cache(
         return jnp.full((stack.shape[0], used + spare, *stack.shape[2:]), fill, stack.dtype)
 
     table = jnp.asarray(order.reshape(cache.page_table.shape), jnp.int32)
-    return Cache(spoiled(cache.latent), spoiled(cache.index_keys), table)
+    return Cache(*jax.tree.map(spoiled, (cache.latent, cache.index_keys)), table)
 
 
 def chunks(lengths: np.ndarray, size: int) -> list[np.ndarray]:
@@ -128,12 +132,20 @@ class Walk:
     """The rows of a case on their way through the cache; collects what every step shows."""
 
     def __init__(
-        self, case: Case, params: dict, *, page_size: int, room: int = ROOM, fill: float = np.nan, step: Any = STEP
+        self,
+        case: Case,
+        params: dict,
+        *,
+        page_size: int,
+        room: int = ROOM,
+        fill: float = np.nan,
+        step: Any = STEP,
+        form: CacheFormat = PLAIN_CACHE,
     ):
         self.case, self.config, self.params, self.step = case, case.config, params, step
         batch, length = case.tokens.shape
         dtype = model.compute_dtype(params)
-        self.cache = hostile_cache(self.config, batch, length + room, page_size, dtype=dtype, fill=fill)
+        self.cache = hostile_cache(self.config, batch, length + room, page_size, dtype=dtype, fill=fill, form=form)
         self.done = np.zeros(batch, int)
         layers, width = self.config.num_hidden_layers, self.config.hidden_size
         shape, vocab = (batch, length), self.config.vocab_size

@@ -13,6 +13,7 @@ import glm52_jax as glm
 from glm52_jax.block import Forms
 from glm52_jax.config import ModelConfig
 from glm52_jax.params import build
+from glm52_jax.row_formats import CacheFormat
 from glm52_jax.spec import Param
 from tests.model.cases import Case, Run
 
@@ -104,13 +105,14 @@ def tiny_case(
     form: Forms = EXPANDED,
     params: Any = None,
     tokens: Any = None,
+    cache_format: CacheFormat | None = None,
 ) -> TinyCase:
     """Rows of these lengths, padded on the left."""
     params = random_params(config) if params is None else params
     length = max(lengths)
     tokens = random_tokens(len(lengths), length, seed=seed) if tokens is None else tokens
     mask = np.stack([np.arange(length) >= length - n for n in lengths])
-    run = Run.of(glm.trace(params, config, tokens, mask, forms=form))
+    run = Run.of(glm.trace(params, config, tokens, mask, forms=form, cache_format=cache_format))
     golden = {name: getattr(run, name) for name in ("logits", "hidden", "topk", "experts", "mtp_logits")}
     golden = {name: array for name, array in golden.items() if array is not None}
     greedy = np.zeros((len(lengths), 1), np.int32)

@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 
 from glm52_jax.kernels import form
 from glm52_jax.kernels.cache_write.reference import write_pages
+from glm52_jax.row_formats import QuantizedRows, RowStack, encode
 
 _FORMS = {"reference": write_pages}
 
 
 def write_rows(
-    stack: jax.Array,
+    stack: RowStack,
     layer: jax.Array | int,
     rows: jax.Array,
     page_table: jax.Array,
     positions: jax.Array,
     *,
     backend: str,
-) -> jax.Array:
+) -> RowStack:
     """The stack with `rows` written at `positions` of one layer, in place where the stack is donated.
 
     Args:
-        stack: `[layers, pages, page_size, width]`.
+        stack: `[layers, pages, page_size, width]`, or `QuantizedRows` of such rows.
         layer: which layer of the stack.
-        rows: `[batch, tokens, width]`, cast to the stack's dtype.
+        rows: `[batch, tokens, width]`, cast or quantised to what the stack has.
         page_table: int32 `[batch, pages_per_sequence]`.
         positions: int32 `[batch, tokens]`, -1 for padding, which writes nothing. The real tokens of a sequence are
             consecutive columns and consecutive positions; padding stands on either side of them.
         backend: see `kernels.resolve_backend`.
     """
-    return form(_FORMS, backend)(stack, layer, rows.astype(stack.dtype), page_table, positions)
+    write = form(_FORMS, backend)
+    new = encode(stack, rows, layer)
+    if not isinstance(stack, QuantizedRows):
+        return write(stack, layer, new["values"], page_table, positions)
+    parts = {name: write(part, layer, new[name], page_table, positions) for name, part in stack.parts.items()}
+    return dataclasses.replace(stack, parts=parts)

@@ -7,6 +7,7 @@ import jax
 from glm52_jax.kernels import form
 from glm52_jax.kernels.index_scores.cpu import index_scores_blocked
 from glm52_jax.kernels.index_scores.reference import index_scores_reference
+from glm52_jax.row_formats import RowStack
 
 _FORMS = {"reference": index_scores_reference, "cpu": index_scores_blocked}
 
@@ -14,7 +15,7 @@ _FORMS = {"reference": index_scores_reference, "cpu": index_scores_blocked}
 def index_scores(
     queries: jax.Array,
     head_weights: jax.Array,
-    keys: jax.Array,
+    keys: RowStack,
     indexer: jax.Array | int,
     page_table: jax.Array,
     positions: jax.Array,
@@ -26,7 +27,8 @@ def index_scores(
     Args:
         queries: `[batch, tokens, heads, dim]`, rotated.
         head_weights: float32 `[batch, tokens, heads]`, with the two scale factors folded in.
-        keys: stack of index keys `[indexers, pages, page_size, dim]`.
+        keys: stack of index keys `[indexers, pages, page_size, dim]`, plain or quantised; where their format
+            rotates them, the queries are rotated too.
         indexer: which indexer of the stack.
         page_table: int32 `[batch, pages_per_sequence]`.
         positions: int32 `[batch, tokens]` of the queries, -1 for padding.

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from glm52_jax.cache import context_rows
 from glm52_jax.kernels.index_scores.reference import index_scores_reference, mask_scores
 from glm52_jax.kernels.prefix import over_prefix
+from glm52_jax.row_formats import RowStack
 
 _BLOCK = 256
 _FEW_TOKENS = 16  # below this the products are so small that a loop costs more than it saves
@@ -20,7 +21,7 @@ _FEW_TOKENS = 16  # below this the products are so small that a loop costs more 
 def index_scores_blocked(
     queries: jax.Array,
     head_weights: jax.Array,
-    keys: jax.Array,
+    keys: RowStack,
     indexer: jax.Array | int,
     page_table: jax.Array,
     positions: jax.Array,

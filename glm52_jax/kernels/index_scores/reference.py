@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from glm52_jax.cache import context_rows
+from glm52_jax.row_formats import RowStack
 
 # Values of one block's [queries, heads, capacity] product.
 _BLOCK_VALUES = 1 << 23
@@ -14,7 +15,7 @@ _BLOCK_VALUES = 1 << 23
 def index_scores_reference(
     queries: jax.Array,
     head_weights: jax.Array,
-    keys: jax.Array,
+    keys: RowStack,
     indexer: jax.Array | int,
     page_table: jax.Array,
     positions: jax.Array,

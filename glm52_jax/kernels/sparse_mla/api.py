@@ -6,6 +6,7 @@ import jax
 
 from glm52_jax.kernels import form
 from glm52_jax.kernels.sparse_mla.reference import sparse_mla_reference
+from glm52_jax.row_formats import RowStack
 from glm52_jax.selection import Selection
 
 _FORMS = {"reference": sparse_mla_reference}
@@ -13,7 +14,7 @@ _FORMS = {"reference": sparse_mla_reference}
 
 def sparse_mla(
     queries: jax.Array,
-    latent: jax.Array,
+    latent: RowStack,
     layer: jax.Array | int,
     page_table: jax.Array,
     positions: jax.Array,
@@ -27,7 +28,7 @@ def sparse_mla(
 
     Args:
         queries: `[batch, tokens, heads, latent_width]`: query times the key up-projection, then the rotated part.
-        latent: stack of latent rows `[layers, pages, page_size, latent_width]`.
+        latent: stack of latent rows `[layers, pages, page_size, latent_width]`, plain or quantised.
         layer: which layer of the stack.
         page_table: int32 `[batch, pages_per_sequence]`.
         positions: int32 `[batch, tokens]` of the queries, -1 for padding.

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 
 from glm52_jax.cache import context_rows, gather_rows
 from glm52_jax.primitives import einsum
+from glm52_jax.row_formats import RowStack
 from glm52_jax.selection import Selection
 
 
 def sparse_mla_reference(
     queries: jax.Array,
-    latent: jax.Array,
+    latent: RowStack,
     layer: jax.Array | int,
     page_table: jax.Array,
     positions: jax.Array,

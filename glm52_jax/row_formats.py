@@ -1,0 +1,214 @@
+"""How a row of the cache is stored: as it is, or in float8 codes with scales.
+
+A row is a latent (the normalised latent and the rotated rope key) or an index key. A stack of rows in a plain format is
+an array; in another it is `QuantizedRows`, whose parts are arrays of the same pages. Which format a stack has is part
+of its type, so that a step for one never runs on the other.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from glm52_jax.config import ModelConfig
+from glm52_jax.errors import InputError
+from glm52_jax.quant import FLOAT8, dequantize_groups, quantize_groups, saturate
+
+GROUP = 128
+"""Values of a latent that share a scale."""
+
+
+class RowFormat(abc.ABC):
+    """What a row is stored as. Instances are frozen dataclasses, compared by value."""
+
+    @abc.abstractmethod
+    def parts(self) -> dict[str, tuple[int, Any]]:
+        """Width and type of each part of a row."""
+
+    @abc.abstractmethod
+    def encode(self, rows: jax.Array, layer: jax.Array | int) -> dict[str, jax.Array]:
+        """The parts `[..., width of the part]` of rows `[..., width]`."""
+
+    @abc.abstractmethod
+    def decode(self, parts: dict[str, jax.Array], layer: jax.Array | int) -> jax.Array:
+        """float32 rows `[..., width]` of parts."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return sum(width * jnp.dtype(dtype).itemsize for width, dtype in self.parts().values())
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainRows(RowFormat):
+    """Rows as they are, in one type."""
+
+    width: int
+    dtype: Any
+
+    def parts(self) -> dict[str, tuple[int, Any]]:
+        return {"values": (self.width, self.dtype)}
+
+    def encode(self, rows: jax.Array, layer: jax.Array | int) -> dict[str, jax.Array]:
+        return {"values": rows.astype(self.dtype)}
+
+    def decode(self, parts: dict[str, jax.Array], layer: jax.Array | int) -> jax.Array:
+        return parts["values"].astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupRows(RowFormat):
+    """Codes with a scale a group for the first `coded` values, the others in `dtype`.
+
+    A latent row of GLM-5.2 is 512 codes, 4 scales and 64 bfloat16 values of the rope key, 656 bytes.
+
+    Attributes:
+        rotated: whether rows are turned by the Hadamard rotation before they are stored, and queries with them.
+    """
+
+    coded: int
+    plain: int
+    dtype: Any
+    group: int = GROUP
+    rotated: bool = False
+
+    def parts(self) -> dict[str, tuple[int, Any]]:
+        plain = {"plain": (self.plain, self.dtype)} if self.plain else {}
+        return {"codes": (self.coded, FLOAT8), "scales": (-(-self.coded // self.group), jnp.float32)} | plain
+
+    def encode(self, rows: jax.Array, layer: jax.Array | int) -> dict[str, jax.Array]:
+        codes, scales = quantize_groups(rows[..., : self.coded], self.group)
+        plain = {"plain": rows[..., self.coded :].astype(self.dtype)} if self.plain else {}
+        return {"codes": codes, "scales": scales} | plain
+
+    def decode(self, parts: dict[str, jax.Array], layer: jax.Array | int) -> jax.Array:
+        coded = dequantize_groups(parts["codes"], parts["scales"], self.group)
+        return jnp.concatenate([coded, parts["plain"].astype(jnp.float32)], axis=-1) if self.plain else coded
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorRows(RowFormat):
+    """Codes alone, with one scale for a whole layer: 576 bytes a latent row of GLM-5.2, rope key and all.
+
+    Attributes:
+        scales: one a layer of the stack. One is right for normalised latents, and what engines take where a checkpoint
+            ships none; `calibrated` finds others.
+    """
+
+    width: int
+    scales: tuple[float, ...]
+
+    def parts(self) -> dict[str, tuple[int, Any]]:
+        return {"codes": (self.width, FLOAT8)}
+
+    def encode(self, rows: jax.Array, layer: jax.Array | int) -> dict[str, jax.Array]:
+        return {"codes": saturate(rows.astype(jnp.float32) / self._scale(layer))}
+
+    def decode(self, parts: dict[str, jax.Array], layer: jax.Array | int) -> jax.Array:
+        return parts["codes"].astype(jnp.float32) * self._scale(layer)
+
+    def _scale(self, layer: jax.Array | int) -> jax.Array:
+        return jnp.asarray(self.scales, jnp.float32)[layer]
+
+
+@flax.struct.dataclass
+class QuantizedRows:
+    """A stack of rows in parts, each `[layers, pages, page_size, width of the part]`."""
+
+    parts: dict[str, jax.Array]
+    format: RowFormat = flax.struct.field(pytree_node=False)
+
+
+RowStack = jax.Array | QuantizedRows
+
+
+def stack_of(form: RowFormat, shape: tuple[int, int, int]) -> RowStack:
+    """Zeros for `[layers, pages, page_size]` rows."""
+    parts = {name: jnp.zeros((*shape, width), dtype) for name, (width, dtype) in form.parts().items()}
+    return parts["values"] if isinstance(form, PlainRows) else QuantizedRows(parts, form)
+
+
+def parts_of(stack: RowStack) -> dict[str, jax.Array]:
+    """The arrays of a stack."""
+    return stack.parts if isinstance(stack, QuantizedRows) else {"values": stack}
+
+
+def encode(stack: RowStack, rows: jax.Array, layer: jax.Array | int) -> dict[str, jax.Array]:
+    """New rows `[..., width]` in the parts of a stack."""
+    return (
+        stack.format.encode(rows, layer) if isinstance(stack, QuantizedRows) else {"values": rows.astype(stack.dtype)}
+    )
+
+
+def decode(stack: RowStack, parts: dict[str, jax.Array], layer: jax.Array | int) -> jax.Array:
+    """Rows `[..., width]` of parts taken from a stack; plain ones keep their type, others are float32."""
+    return stack.format.decode(parts, layer) if isinstance(stack, QuantizedRows) else parts["values"]
+
+
+def is_rotated(stack: RowStack) -> bool:
+    """Whether a stack's rows have been turned by the Hadamard rotation."""
+    return isinstance(stack, QuantizedRows) and isinstance(stack.format, GroupRows) and stack.format.rotated
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheFormat:
+    """The formats of a cache's two kinds of rows, by name.
+
+    Attributes:
+        latent: "plain", "fp8_groups" or "fp8_tensor".
+        index_keys: "plain", "fp8" (a scale a key) or "fp8_rotated" (the same after a Hadamard rotation, which spreads a
+            large value over the key; the rotation cancels in the scores).
+        latent_scales: one a layer, for "fp8_tensor"; ones when empty.
+
+    Raises:
+        InputError: a name that is none of these.
+    """
+
+    latent: str = "plain"
+    index_keys: str = "plain"
+    latent_scales: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field, known in (("latent", LATENT_FORMATS), ("index_keys", INDEX_KEY_FORMATS)):
+            if getattr(self, field) not in known:
+                raise InputError(f"cache format of {field} is {getattr(self, field)!r}, expected {' or '.join(known)}")
+        if any(not (math.isfinite(scale) and scale > 0) for scale in self.latent_scales):
+            raise InputError(f"latent_scales holds {self.latent_scales}, expected finite numbers above zero")
+
+    def latent_rows(self, config: ModelConfig, layers: int, dtype: Any) -> RowFormat:
+        """The format of latent rows, for a stack of so many layers of a model that computes in `dtype`."""
+        if self.latent == "fp8_groups":
+            return GroupRows(config.kv_lora_rank, config.qk_rope_head_dim, jnp.dtype(dtype))
+        if self.latent == "fp8_tensor":
+            scales = self.latent_scales or (1.0,) * layers
+            if len(scales) != layers:
+                raise InputError(f"latent_scales has {len(scales)} scales, expected one for each of {layers} layers")
+            return TensorRows(config.latent_width, scales)
+        return PlainRows(config.latent_width, jnp.dtype(dtype))
+
+    def key_rows(self, config: ModelConfig, dtype: Any) -> RowFormat:
+        """The format of index keys."""
+        width = config.index_head_dim
+        if self.index_keys == "plain":
+            return PlainRows(width, jnp.dtype(dtype))
+        rotated = self.index_keys == "fp8_rotated"
+        if rotated and width & (width - 1):
+            raise InputError(f"index_head_dim is {width}, expected a power of two for index keys in fp8_rotated")
+        return GroupRows(width, 0, jnp.dtype(dtype), group=width, rotated=rotated)
+
+
+LATENT_FORMATS = ("plain", "fp8_groups", "fp8_tensor")
+INDEX_KEY_FORMATS = ("plain", "fp8", "fp8_rotated")
+PLAIN_CACHE = CacheFormat()
+CACHE_FORMATS = {
+    "plain": PLAIN_CACHE,
+    "fp8": CacheFormat("fp8_groups", "fp8"),
+    "fp8-tensor": CacheFormat("fp8_tensor", "fp8"),
+}
+"""What the commands' `--kv` means."""
