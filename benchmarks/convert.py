@@ -3,7 +3,8 @@
     .venv/bin/python -m benchmarks.convert --dir /somewhere --gigabytes 8
 
 The checkpoint has GLM-5.2's widths, names and types, and as many experts in four layers (dense and full, dense and
-shared, sparse and full, MTP) as make the size; its values are random. BF16 and FP8 come one after another. Every stage
+shared, sparse and full, MTP) as make the size; its values are random. BF16 and FP8 come one after another. Before
+them, files of the whole models' sizes without values show that memory stays under what is stated there too. Every stage
 is a process of its own, flushes what it writes, and goes before the next one needs the room: the disk holds the
 checkpoint at most three times. Rates are bytes of the checkpoint a second; memory is the largest anonymous memory of
 the process, sampled ten times a second.
@@ -26,7 +27,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from glm52_jax.checkpoint.safetensors_file import DTYPES, file_layout
+from glm52_jax.checkpoint.safetensors_file import DTYPES, file_layout, tensor_bytes
 from glm52_jax.checkpoint.workers import anonymous_bytes
 from glm52_jax.config import BUILT_IN, ModelConfig, QuantizationConfig
 from glm52_jax.spec import Tensor, published_tensors
@@ -55,8 +56,11 @@ def sized_config(size: float, fp8: bool) -> ModelConfig:
     return config
 
 
-def make(folder: Path, config: ModelConfig) -> int:
-    """Random tensors under the published names in some shards; how many bytes they have."""
+def make(folder: Path, config: ModelConfig, shard_count: int = SHARDS, *, sparse: bool = False) -> int:
+    """Random tensors under the published names in some shards; how many bytes they have.
+
+    A sparse one has the files' sizes and none of their values: the disk holds nothing but headers.
+    """
     rng = np.random.default_rng(0)
     noise = rng.standard_normal(1 << 22).astype(np.float32) * 0.02
     tensors = [tensor for _, tensor in published_tensors(config)]
@@ -64,7 +68,7 @@ def make(folder: Path, config: ModelConfig) -> int:
     shards: list[list[Tensor]] = [[]]
     size = 0
     for tensor in tensors:
-        if size > total / SHARDS:
+        if size > total / shard_count:
             shards.append([])
             size = 0
         shards[-1].append(tensor)
@@ -78,7 +82,9 @@ def make(folder: Path, config: ModelConfig) -> int:
         header, starts = file_layout(kinds)
         with (folder / file).open("wb") as out:
             out.write(header)
-            for name in kinds:
+            if sparse:
+                out.truncate(max(starts[name] + tensor_bytes(*kind) for name, kind in kinds.items()))
+            for name in () if sparse else kinds:
                 out.seek(starts[name])
                 for part in values(noise, *kinds[name], rng, name.endswith("_scale_inv")):
                     out.write(part)
@@ -176,17 +182,71 @@ def measure(place: Path, size: float, fp8: bool, jobs: int) -> tuple[int, list[S
     return total, stages
 
 
+# A conversion that does not ask whether the disk has room, and first makes the manifest that the last step writes.
+WHOLE = """
+import dataclasses, sys
+from pathlib import Path
+from glm52_jax.checkpoint import convert as conversion
+from glm52_jax.checkpoint.manifest import Record
+from glm52_jax.checkpoint.settings import Settings
+conversion._refuse_too_little_room = lambda *_: None
+settings = Settings(**({"dtype": "bfloat16"} if sys.argv[4] == "change" else {}))
+planned = conversion.plan(sys.argv[1], Path(sys.argv[2]), settings)
+print(len(planned.outputs), planned.bytes, planned.memory_bound(int(sys.argv[3])), flush=True)
+tensors = {n: Record(p.file, o.source_dtype, o.dtype, o.shape, "0" * 8) for n, (p, o) in planned.outputs.items()}
+len(dataclasses.replace(planned.manifest, tensors=tensors).text())
+conversion.convert(planned, jobs=int(sys.argv[3]))
+"""
+
+
+def whole_model(place: Path, name: str, kind: str, jobs: int, seconds: float) -> tuple[int, int, int, int, float]:
+    """Tensors, bytes, stated memory, largest memory and seconds of planning, converting a sparse whole model."""
+    source, destination = place / name, place / "out"
+    make(source, BUILT_IN[name], 282, sparse=True)
+    begin, peak = time.perf_counter(), 0
+    command = [sys.executable, "-c", WHOLE, str(source), str(destination), str(jobs), kind]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        tensors, total, bound = map(int, child.stdout.readline().split())
+        planned = time.perf_counter() - begin
+        while child.poll() is None and time.perf_counter() - begin < planned + seconds:
+            peak = max(peak, anonymous_bytes(child.pid) or 0)
+            time.sleep(0.05)
+        child.kill()
+    shutil.rmtree(source)
+    shutil.rmtree(destination)
+    return tensors, total, bound, peak, planned
+
+
+def show_whole_models(console: Console, place: Path, jobs: int) -> list[str]:
+    """The stated and the measured memory of the released models, in files of their full size without values."""
+    table = Table(title="Whole models, sparse files, stopped after 10 s", title_justify="left")
+    for column in ("model", "tensors", "TB", "plan, s", "stated MiB", "largest MiB"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    missed = []
+    for name, kind in (("glm-5.2", "copy"), ("glm-5.2-fp8", "copy"), ("glm-5.2-fp8", "change")):
+        tensors, total, bound, peak, planned = whole_model(place, name, kind, jobs, 10)
+        sizes = f"{bound / 2**20:,.0f}", f"{peak / 2**20:,.0f}"
+        title = name + " --dtype bfloat16" * (kind == "change")
+        table.add_row(title, f"{tensors:,}", f"{total / 1e12:.2f}", f"{planned:.1f}", *sizes)
+        if peak > bound:
+            missed.append(f"stated memory of {title}")
+    console.print(table)
+    return missed
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, required=True, help="a new folder is made in it, and removed")
-    parser.add_argument("--gigabytes", type=float, default=8.0, help="size of the checkpoint")
+    parser.add_argument("--gigabytes", type=float, default=8.0, help="size of the checkpoint; 0 for none")
     parser.add_argument("--jobs", type=int, default=max(4, min(16, 2 * (os.cpu_count() or 2))))
     arguments = parser.parse_args()
     console = Console(width=100)
     place = arguments.dir / f"glm52-convert-{os.getpid()}"
     missed = []
     try:
-        for fp8 in (False, True):
+        missed += show_whole_models(console, place, arguments.jobs)
+        for fp8 in (False, True) if arguments.gigabytes else ():
             total, stages = measure(place, arguments.gigabytes * 1e9, fp8, arguments.jobs)
             best = max(total / stage.seconds / 1e6 for stage in stages if stage.name == "cp")
             title = f"{'FP8' if fp8 else 'BF16'}, {total / 1e9:.2f} GB, {arguments.jobs} threads"

@@ -215,11 +215,11 @@ def _verify_layers(
     """Prints a table of stages and a verdict on standard output; the exit code is 1 where they differ."""
     from glm52_jax.checkpoint import layerwise
 
-    planned = layerwise.plan(target, source, layers, tokens=tokens)
+    planned, plural = layerwise.plan(target, source, layers, tokens=tokens), "s" * (len(layers) > 1)
     for note in planned.notes:
         console.print(note, style="yellow", markup=False)
     console.print(
-        f"{len(planned.layers)} layers, {len(planned.tokens):,} tokens, one layer in memory at a time; at most "
+        f"{len(layers)} layer{plural}, {len(planned.tokens):,} tokens, one layer in memory at a time; at most "
         f"{planned.memory_bound / 2**20:,.0f} MiB of anonymous memory"
     )
     findings = []
@@ -231,7 +231,7 @@ def _verify_layers(
     if first is not None:
         click.echo(f"first difference beyond rounding: {first.sentence}")
         raise SystemExit(1)
-    click.echo(f"layers {', '.join(map(str, layers))}: no difference beyond rounding")
+    click.echo(f"layer{plural} {', '.join(map(str, layers))}: no difference beyond rounding")
 
 
 def _print_layer(findings: Sequence[Finding], *, header: bool) -> None:

@@ -159,7 +159,9 @@ class Reference:
         blocked = torch.zeros(tokens, tokens).masked_fill(~visible, torch.finfo(torch.float32).min)
         positions = torch.arange(tokens)[None]
         previous = None if selection is None else _listed(torch.tensor(selection), visible)
-        with _Recorded(layer) as seen:
+        recorded = _Recorded(layer)
+        seen = recorded.seen
+        with recorded:
             seen["layer output"], _ = layer(
                 x,
                 attention_mask=blocked[None, None],
@@ -212,29 +214,23 @@ class _Recorded(TorchFunctionMode):
 
     def __init__(self, layer: Any):
         super().__init__()
-        self.layer, self.seen, self.scores = layer, {}, []
-
-    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        if function in (torch.topk, torch.Tensor.topk):
-            self.scores.append(args[0])
-        return function(*args, **(kwargs or {}))
-
-    def __enter__(self) -> dict[str, torch.Tensor]:
-        super().__enter__()
-        layer, seen = self.layer, self.seen
+        self.seen: dict[str, torch.Tensor] = {}
+        self.scores: list[torch.Tensor] = []
+        keep = self.seen.update
         kept = {layer.input_layernorm: "input norm", layer.post_attention_layernorm: "post-attention norm"}
         for module, name in (kept | {layer.mlp: "MLP output"}).items():
-            module.register_forward_hook(lambda module, args, out, name=name: seen.update({name: out}))
-        layer.self_attn.register_forward_hook(
-            lambda module, args, out: seen.update({"attention output": out[0], "indices": out[2]})
-        )
-        if layer.self_attn.indexer is not None:
-            layer.self_attn.indexer.register_forward_hook(
-                lambda module, args, out: seen.update({"index scores": self.scores[-1]})
-            )
+            module.register_forward_hook(lambda module, args, out, name=name: keep({name: out}))
+        attention = layer.self_attn
+        attention.register_forward_hook(lambda m, args, out: keep({"attention output": out[0], "indices": out[2]}))
+        if attention.indexer is not None:
+            attention.indexer.register_forward_hook(lambda m, args, out: keep({"index scores": self.scores[-1]}))
         if hasattr(layer.mlp, "gate"):
-            layer.mlp.gate.register_forward_hook(lambda module, args, out: seen.update(self._routed(*out)))
-        return seen
+            layer.mlp.gate.register_forward_hook(lambda m, args, out: keep(self._routed(*out)))
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if func in (torch.topk, torch.Tensor.topk):
+            self.scores.append(args[0])
+        return func(*args, **(kwargs or {}))
 
     def _routed(self, logits: torch.Tensor, gates: torch.Tensor, experts: torch.Tensor) -> dict[str, torch.Tensor]:
         """`[tokens, experts]`: scores, scores with the bias (what the choice is made of), the choice, the gates."""
@@ -252,8 +248,8 @@ def _their_config(raw: dict[str, Any]) -> Any:
         fields["rope_parameters"] = rope | {"rope_type": "default"}
     config = GlmMoeDsaConfig.from_dict(fields)
     config._attn_implementation = config._experts_implementation = "eager"
-    config.indexer_types = [*config.indexer_types, "full"]
-    config.mlp_layer_types = [*config.mlp_layer_types, "sparse"]
+    config.indexer_types = [*(config.indexer_types or ()), "full"]
+    config.mlp_layer_types = [*(config.mlp_layer_types or ()), "sparse"]
     return config
 
 

@@ -59,8 +59,12 @@ STAGES = (
 
 
 def layer_params(config: ModelConfig, layer: int) -> list[Param]:
-    """The parameters that one layer has; the MTP layer is number `num_hidden_layers`."""
-    return [p for p in parameters(config) if p.stack is not Stack.GLOBAL and layer in p.layers(config)]
+    """The parameters that one layer has; the MTP layer is number `num_hidden_layers`.
+
+    Optional ones are left out: rows of an embedding are read as they are needed, and no head is used.
+    """
+    here = (p for p in parameters(config) if p.stack is not Stack.GLOBAL and layer in p.layers(config))
+    return [p for p in here if not p.optional]
 
 
 class Layers:
@@ -112,14 +116,14 @@ class Layers:
         tree: dict[str, Any] = {}
         with self._reader() as reader:
             for param in layer_params(self.config, layer):
-                if param.path not in ("mtp.embed", "mtp.head"):
-                    group, name = param.path.split(".")
-                    tree.setdefault(group, {})[name] = self._leaf(reader, param, layer)
+                group, name = param.path.split(".")
+                tree.setdefault(group, {})[name] = self._leaf(reader, param, layer)
         return tree
 
     def _reader(self) -> ValueReader:
         quantization = self.config.quantization
-        return ValueReader(self.target, quantization and quantization.block, lambda name, size: None)
+        block = quantization.block if quantization else None
+        return ValueReader(self.target, block, lambda name, size: None)
 
     def _leaf(self, reader: ValueReader, param: Param, layer: int) -> Any:
         """One parameter in place; codes stay codes where the model computes with them."""
@@ -157,11 +161,10 @@ def held_bytes(target: Checkpoint, contents: Contents, layer: int) -> int:
     """Bytes of a layer's parameters as `Layers.tree` holds them."""
     total = 0
     for param in layer_params(contents.config, layer):
-        stored = [contents.tensors[t.name] for t in param.published(contents.config, layer) if not t.optional]
-        if stored:
-            dtype = held_dtype(target, param, stored)
-            total += param.elements * dtype.itemsize
-            total += sum(4 * math.prod(target.entry(s.scale).shape) for s in stored if s.scale and dtype in _CODES)
+        stored = [contents.tensors[t.name] for t in param.published(contents.config, layer)]
+        dtype = held_dtype(target, param, stored)
+        total += param.elements * dtype.itemsize
+        total += sum(4 * math.prod(target.entry(s.scale).shape) for s in stored if s.scale and dtype in _CODES)
     return total
 
 
@@ -208,8 +211,9 @@ def _start(config: ModelConfig, tokens: int, backend: str) -> tuple[jax.Array, R
     """Positions and tables of one text, an empty cache of one layer, and the forms that prefill takes."""
     positions = jnp.arange(tokens, dtype=jnp.int32)[None]
     rotary = Rotary.at(positions, config.qk_rope_head_dim, config.rope_theta)
-    rows = (jnp.zeros((1, 1, tokens, width)) for width in (config.latent_width, config.index_head_dim))
-    return positions, rotary, Cache(*rows, jnp.zeros((1, 1), jnp.int32)), Forms("expanded", "mask", backend)
+    latent, keys = (jnp.zeros((1, 1, tokens, width)) for width in (config.latent_width, config.index_head_dim))
+    cache = Cache(latent, keys, jnp.zeros((1, 1), jnp.int32))
+    return positions, rotary, cache, Forms("expanded", "mask", backend)
 
 
 def _inside(

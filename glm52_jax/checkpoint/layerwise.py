@@ -193,7 +193,8 @@ def reference(planned: Plan) -> Reference:
         raise InputError(
             f"--layers compares with transformers, but {error.name} cannot be imported: pip install 'glm52-jax[oracle]'"
         ) from None
-    block = planned.contents.config.quantization and planned.contents.config.quantization.block
+    quantization = planned.contents.config.quantization
+    block = quantization.block if quantization else None
 
     def form(name: str) -> Form:
         return Form(planned.target.entry(planned.contents.tensors[name].name).dtype, block)
