@@ -232,14 +232,14 @@ def _values(
     rows: np.ndarray | None = None,
     bound: np.ndarray | None = None,
 ) -> Finding:
-    """Compares values `[tokens, ...]` where the reference is finite (scores are minus infinity after the query).
+    """Compares values `[tokens, ...]`, scores (minus infinity after the query) where the reference has any.
 
     Args:
         rows: bool `[tokens]`, the ones to compare.
         bound: of the differences; `BOUND` of each value and of the RMS of its row when None.
     """
     rows = np.ones(len(theirs), bool) if rows is None else rows
-    real = np.isfinite(theirs) & rows[:, None]
+    real = ~np.isneginf(theirs) & rows[:, None]
     reference = np.where(real, theirs, 0)
     difference = np.abs(np.where(real, ours, 0) - reference)
     if bound is None:

@@ -122,7 +122,7 @@ def test_what_stands_outside_of_the_layers_is_compared_too(plain_folder: Folder,
 @pytest.mark.parametrize(
     ("source", "layers", "settings"),
     [
-        ("plain_folder", (1, 3, MTP_LAYER), {"layers": (1, 3, MTP_LAYER)}),
+        ("plain_folder", (1, 3), {"layers": (1, 3)}),
         ("fp8_folder", (4,), {"dtype": "bfloat16"}),
         ("plain_folder", (4,), {"quantize": "fp8"}),
         ("fp8_folder", (4,), {"quantize": "int8"}),
@@ -190,9 +190,10 @@ def test_another_choice_is_no_rounding():
 
 
 def test_what_is_no_number_is_found():
-    stages = {"layer output": np.ones((2, 3), np.float32)}
-    (found,) = differences(0, {"layer output": np.array([[1, 1, np.nan], [1, 1, 1]], np.float32)}, stages)
-    assert found.beyond
+    ones, damaged = np.ones((2, 3), np.float32), np.array([[1, 1, np.nan], [1, 1, 1]], np.float32)
+    for ours, theirs in ((damaged, ones), (ones, damaged), (damaged, damaged)):
+        (found,) = differences(0, {"layer output": ours}, {"layer output": theirs})
+        assert found.beyond
 
 
 # The command.

@@ -48,7 +48,15 @@ def invoke(*arguments: Any) -> Result:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"dtype": "bfloat16"}, {"dtype": "float32"}, {"layers": (0, MTP_LAYER)}, {"without_mtp": True}]
+    "settings",
+    [
+        {},
+        {"dtype": "bfloat16"},
+        {"dtype": "float32"},
+        {"layers": (0, MTP_LAYER)},
+        {"layers": (0, 1, 3)},
+        {"without_mtp": True},
+    ],
 )
 @pytest.mark.parametrize("name", ["fp8_folder", "plain_folder"])
 def test_what_was_converted_is_equal(
