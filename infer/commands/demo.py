@@ -15,7 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
+from glm52_jax.checkpoint import convert, export
 from glm52_jax.checkpoint.load import load_with_report
+from glm52_jax.checkpoint.settings import Settings
+from glm52_jax.checkpoint.sources import open_checkpoint
+from glm52_jax.checkpoint.verify import verify
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.config import BUILT_IN, ModelConfig, QuantizationConfig
 from glm52_jax.errors import InputError
@@ -51,7 +55,9 @@ def demo(folder: Path | None, seed: int) -> None:
     if folder is not None:
         console.print(f"\nTry: glm52 inspect {folder}/bf16 --ops")
         console.print(f'     glm52 generate {folder}/bf16 "Hello" --draft-tokens 3')
+        console.print(f'     glm52 generate {folder}/fp8-orbax "Hello" --kv fp8')
         console.print(f"     glm52 chat {folder}/fp8 --max-new-tokens 40")
+        console.print(f"     glm52 precision {folder}/bf16")
 
 
 def _run(console: Console, place: Path, seed: int) -> None:
@@ -67,22 +73,25 @@ def _run(console: Console, place: Path, seed: int) -> None:
     console.print("[bold]2. Inspect[/bold] it")
     _show_account(console, config)
 
-    console.print("[bold]3. Load[/bold] both, every tensor checked against the parameter table")
+    console.print("[bold]3. Convert[/bold] both to Orbax, verify every value, and export them again")
+    converted = {name: _convert_and_back(console, name, path) for name, path in folders.items()}
+
+    console.print("[bold]4. Load[/bold] the converted ones, every tensor checked against the parameter table")
     loaded: dict[str, Any] = {}
-    for name, path in folders.items():
+    for name, path in converted.items():
         loaded[name], report = load_with_report(path)
         console.print(
             f"   {name}: {report.tensors:,} tensors, {report.bytes / 1e6:.2f} MB, nothing missing or left over"
         )
 
-    tokenizer = Tokenizer.load(folders["BF16"])
-    prompt = ChatFormat.load(folders["BF16"], tokenizer).encode([{"role": "user", "content": PROMPT}])
+    tokenizer = Tokenizer.load(converted["BF16"])
+    prompt = ChatFormat.load(converted["BF16"], tokenizer).encode([{"role": "user", "content": PROMPT}])
     console.print(
-        f"[bold]4. Run[/bold] a chat prompt of {len(prompt)} tokens, of which a query sees {config.index_topk}"
+        f"[bold]5. Run[/bold] a chat prompt of {len(prompt)} tokens, of which a query sees {config.index_topk}"
     )
     _show_equality(console, folders, loaded, prompt)
 
-    console.print(f"[bold]5. Generate[/bold] {NEW_TOKENS} tokens (the weights are random, and so is the text)")
+    console.print(f"[bold]6. Generate[/bold] {NEW_TOKENS} tokens (the weights are random, and so is the text)")
     _show_generation(console, config, loaded["BF16"], prompt, tokenizer)
     console.print(f"Done in {time.perf_counter() - begin:.0f} s.")
 
@@ -109,6 +118,20 @@ def _show_account(console: Console, config: ModelConfig) -> None:
         f"{layers['full']} full, {layers['shared']} shared) and an MTP layer"
     )
     console.print(f"   {parameters['total']:,} parameters, {parameters['active']:,} active a token")
+
+
+def _convert_and_back(console: Console, name: str, folder: Path) -> Path:
+    """The converted folder; what is exported from it is the published one again, to the byte."""
+    target, back = folder.with_name(f"{folder.name}-orbax"), folder.with_name(f"{folder.name}-exported")
+    planned = convert.plan(folder, target, Settings())
+    convert.convert(planned)
+    report = verify(open_checkpoint(target), open_checkpoint(folder))
+    export.export(export.plan(target, back, Settings(), shard_bytes=planned.bytes // 4 + 1))
+    again = verify(open_checkpoint(back), open_checkpoint(folder))
+    differences = [*report.differences, *again.differences]
+    verdict = differences[0] if differences else "every value equal, there and back"
+    console.print(f"   {name}: {report.tensors:,} tensors in {len(planned.leaves)} Orbax arrays, {verdict}")
+    return target
 
 
 def _show_equality(console: Console, folders: dict[str, Path], loaded: dict[str, Any], prompt: list[int]) -> None:

@@ -126,20 +126,23 @@ def test_a_killed_conversion_goes_on(tmp_path: Path, source: Path, whole: tuple[
     assert any(done > 0 for done in found)
 
 
-@pytest.mark.parametrize("rounds", [pytest.param(2), pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [pytest.param(2), pytest.param(100, marks=pytest.mark.slow)])
 def test_one_of_two_processes_is_killed(tmp_path: Path, source: Path, whole: tuple[Path, float], rounds: int):
-    rng = random.Random(rounds)
+    rng, kills = random.Random(rounds), 0
     for number in range(rounds):
         destination = tmp_path / str(number)
         children = [start(source, destination, "--process", f"{i}/2") for i in (1, 2)]
         victim = rng.randrange(2)
         was_killed = kill_after(children[victim], rng.uniform(0, whole[1] / 2))
+        kills += was_killed
         finish(children[1 - victim])
         if was_killed and not (destination / MANIFEST).exists():
             with pytest.raises(InputError, match=r"is not finished; `glm52 convert .*` goes on"):
                 load_params(destination)
         finish(start(source, destination, "--process", f"{victim + 1}/2"))
         assert contents(destination) == contents(whole[0])
+        shutil.rmtree(destination)
+    print(f"{kills} of {rounds} killed")
 
 
 class StopError(Exception):
