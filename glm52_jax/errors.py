@@ -1,8 +1,5 @@
 """The error that says a user's input is at fault; it must not know of any room that raises it."""
 
+from sharding.errors import InputError
 
-class InputError(ValueError):
-    """Wrong input: a file, field, tensor or request that cannot be used as it is.
-
-    The message is one sentence that names the thing, what was found and what was expected.
-    """
+__all__ = ["InputError"]

@@ -1,5 +1,4 @@
-"""Meshes, axis rules, collectives and TPU topologies, for any model; it imports from no other floor.
+"""Meshes, axis rules, collectives, TPU topologies and what their compiler says, for any model.
 
-Empty so far: everything runs on one device. The logical axis names that its rules will map are already in the
-parameter table (`glm52_jax.spec`).
+It imports from no other floor and knows nothing of GLM: models give it shapes, logical names and functions.
 """
