@@ -77,7 +77,8 @@ class Layout:
             for axis in axes:
                 if axis not in AXES:
                     raise InputError(
-                        f"layout {self.name}: {name} is over {axis!r}, which is no mesh axis, expected {', '.join(AXES)}"
+                        f"layout {self.name}: {name} is over {axis!r}, which is no mesh axis, expected one of "
+                        f"{', '.join(AXES)}"
                     )
                 if axes.count(axis) > 1:
                     raise InputError(f"layout {self.name}: {name} is over {axis} twice, expected each axis once")
@@ -122,8 +123,8 @@ class Layout:
         found = np.asarray(jax.devices() if devices is None else devices)
         if found.size != self.devices:
             raise InputError(
-                f"layout {self.name} is {self.data} x {self.expert} x {self.tensor} (data x expert x tensor), which needs "
-                f"{self.devices} devices, found {found.size}"
+                f"layout {self.name} is {self.data} x {self.expert} x {self.tensor} (data x expert x tensor), which "
+                f"needs {self.devices} devices, found {found.size}"
             )
         shape = (self.data, self.expert, self.tensor)
         return Mesh(found.reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))

@@ -37,8 +37,8 @@ def partition(
         for axis in mesh_axes:
             if axis in taken:
                 raise InputError(
-                    f"{what}: dimensions {taken[axis]} and {name} are both over mesh axis {axis} in layout {layout.name}, "
-                    "expected each axis once"
+                    f"{what}: dimensions {taken[axis]} and {name} are both over mesh axis {axis} in layout "
+                    f"{layout.name}, expected each axis once"
                 )
             taken[axis] = name
         if shape is not None and mesh_axes:
@@ -54,6 +54,6 @@ def _refuse_uneven(layout: Layout, what: str, name: str | None, size: int, axes:
         raise InputError(f"{what}: {name} is {size}, which {over} does not divide in layout {layout.name}")
     if size // parts % block:
         raise InputError(
-            f"{what}: {over} would cut its {size} of {name} into {size // parts} each in layout {layout.name}, expected a "
-            f"multiple of {block}, the block that has one scale"
+            f"{what}: {over} would cut its {size} of {name} into {size // parts} each in layout {layout.name}, expected "
+            f"a multiple of {block}, the block that has one scale"
         )
