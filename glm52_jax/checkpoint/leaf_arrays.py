@@ -19,7 +19,7 @@ from jax.sharding import Sharding
 
 from glm52_jax.checkpoint.leaf_slices import Box, box_of, box_shape
 
-STAGE_BYTES = 64 * 2**20
+STAGE_BYTES = 32 * 2**20
 """Bytes of a stage, of all shards of a process together; two stages are in memory, here and on the devices."""
 _ALIGNMENT = 64  # of numpy buffers that JAX's CPU devices take over without a copy
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,10 +24,10 @@ from glm52_jax.checkpoint.safetensors_file import DTYPES, Entry
 from glm52_jax.errors import InputError
 from glm52_jax.quant import dequantize_blocks
 
-SLICE_BYTES = 2**20
-"""What is read at a time, or one row of heads where that is more: it stays in a processor's cache while it changes."""
-THREADS = max(2, min(8, os.cpu_count() or 2))
-"""Readers of a leaf; one alone waits for the disk while it casts."""
+SLICE_BYTES = 512 * 2**10
+"""What is read at a time, or a head's rows where they are more: it stays in a processor's cache while it changes."""
+THREADS = 4
+"""Readers of a leaf, so that some read while others cast; each holds a slice, ten times that when it dequantises."""
 
 Item = TypeVar("Item")
 
@@ -159,8 +158,8 @@ class ValueReader:
 
     def _pread(self, form: LeafForm, part: Part, rows: Range, out: np.ndarray) -> None:
         """Fills `out`, which is contiguous, with rows of a tensor."""
+        assert out.flags.c_contiguous  # or a copy of it would be filled
         data = out.reshape(-1).view(np.uint8)
-        assert np.shares_memory(data, out) or not out.size
         self.source.pread(part.name, (part.first + rows[0]) * self._row_bytes(form, part), data.data)
         if part.is_scale:
             wrong = ~(out >= 0) | np.isinf(out)  # in this form NaN is wrong too

@@ -83,9 +83,9 @@ def make_zeros(folder: Path, config: ModelConfig) -> None:
 @pytest.mark.parametrize(
     ("way", "experts", "fp8", "keywords"),
     [
-        ("host", 6, False, {"dtype": "float32"}),
-        ("host", 16, True, {"fp8": "keep"}),
-        ("device", 6, True, {"fp8": "dequantize", "dtype": "float32"}),
+        ("host", 10, False, {"dtype": "float32"}),
+        ("host", 32, True, {"fp8": "keep"}),
+        ("device", 10, True, {"fp8": "dequantize", "dtype": "float32"}),
     ],
     ids=["cast", "float8", "dequantized in stages"],
 )
@@ -98,5 +98,6 @@ def test_no_more_than_the_parameters_and_the_margin_is_held(
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     target, largest, rise, margin = json.loads(result.stdout)
-    assert largest > margin  # a second copy of a leaf would be seen
+    # A second copy of the largest leaf would be seen: what is loaded after it, half its size and some, is less by more.
+    assert largest * 0.4 > margin
     assert target <= rise <= target + margin, [round(size / 2**20) for size in (target, largest, rise, margin)]
