@@ -7,9 +7,9 @@ once more with the functions that they call. Weights stay as they are stored, ac
 from __future__ import annotations
 
 import copy
+import functools
 import math
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -100,7 +100,8 @@ class Layers:
         full, dense = self.config.indexer_types[number] == FULL, self.config.mlp_layer_types[number] == DENSE
         mask = np.zeros((len(x), len(x)), bool) if selection is None else selection
         place = LayerPlace(0, full, 0, dense, 0)
-        return _unbatched(_layer(self.tree(number), self.config, place, x[None], mask[None], self.backend))
+        run = compiled(_layer, "config", "place", "backend")
+        return _unbatched(run(self.tree(number), self.config, place, x[None], mask[None], self.backend))
 
     def mtp(self, x: np.ndarray, next_embedding: np.ndarray) -> Stages:
         """Runs the MTP layer; see `Reference.mtp`."""
@@ -109,7 +110,8 @@ class Layers:
         with self._reader() as reader:
             tree["norm"] = self._leaf(reader, norm, 0)
         tree["embed"] = jnp.asarray(next_embedding)  # in the order of the tokens, which then are 0, 1, 2, ...
-        return _unbatched(_mtp_layer(tree, only_mtp(self.config), x[None], self.backend))
+        run = compiled(_mtp_layer, "config", "backend")
+        return _unbatched(run(tree, only_mtp(self.config), x[None], self.backend))
 
     def tree(self, layer: int) -> dict[str, Any]:
         """The parameters of a layer in stacks of one, each weight of the type that it is stored in."""
@@ -146,6 +148,7 @@ class Layers:
             array(LeafForm(lead, grid, grid), [scales(s) for s in stored], np.dtype(np.float32)),
             view=tuple(view),
             block=reader.block,
+            row_dims=param.row_dims,
         )
         return jax.block_until_ready(quantized)
 
@@ -183,7 +186,18 @@ def _unbatched(stages: dict[str, jax.Array]) -> Stages:
     return {name: np.asarray(value[0]) for name, value in stages.items()}
 
 
-@partial(jax.jit, static_argnames=("config", "place", "backend"))
+@functools.cache
+def compiled(function: Callable[..., dict[str, jax.Array]], *static: str) -> Callable[..., dict[str, jax.Array]]:
+    """`jax.jit`, which on the CPU leaves conversions in the loops that they are in.
+
+    XLA takes that of an expert from bfloat16 or float8 out of the loop over experts and so makes it one of all experts,
+    twice the bytes of the layer: 39 GB for GLM-5.2.
+    """
+    kept = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
+    options = kept if jax.default_backend() == "cpu" else None
+    return jax.jit(function, static_argnames=static, compiler_options=options)
+
+
 def _layer(
     params: dict[str, Any], config: ModelConfig, place: LayerPlace, x: jax.Array, mask: jax.Array, backend: str
 ) -> dict[str, jax.Array]:
@@ -193,7 +207,6 @@ def _layer(
     return _inside(params, config, place, x, rotary, positions, cache, selection, backend) | {"layer output": out}
 
 
-@partial(jax.jit, static_argnames=("config", "backend"))
 def _mtp_layer(params: dict[str, Any], config: ModelConfig, x: jax.Array, backend: str) -> dict[str, jax.Array]:
     """What the MTP layer computes; its output is `mtp.advance`'s."""
     positions, rotary, cache, forms = _start(config, x.shape[1], backend)

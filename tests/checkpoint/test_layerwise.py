@@ -6,15 +6,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from glm52_jax.checkpoint import commands, layerwise
+from glm52_jax.block import LayerPlace
+from glm52_jax.checkpoint import commands, layer_stages, layerwise
 from glm52_jax.checkpoint.layerwise import Finding, differences
 from glm52_jax.checkpoint.sources import open_checkpoint
 from glm52_jax.errors import InputError
-from tests.checkpoint.builders import EXPERTS, MTP_LAYER, Folder
+from tests.checkpoint.builders import EXPERTS, MTP_LAYER, Folder, small_config
 from tests.checkpoint.conversions import run_convert, run_export
 
 torch = pytest.importorskip("torch", reason="torch is not installed; `make oracle` installs it")
@@ -158,6 +161,21 @@ def test_only_the_experts_in_use_are_read_and_one_at_a_time(plain_folder: Folder
     experts = {int(name.split(".")[5]) for name in read if ".experts." in name}
     assert experts == set(np.flatnonzero(stages["chosen experts"].any(0)))
     assert len(experts) < EXPERTS
+
+
+def test_experts_are_not_made_float32_all_at_once():
+    """XLA would do so before the loop over them, which takes twice the bytes of the layer."""
+    config = small_config(n_routed_experts=64, moe_intermediate_size=512)
+    tree: dict[str, Any] = {}
+    for param in layer_stages.layer_params(config, 3):
+        group, name = param.path.split(".")
+        dtype = jnp.float32 if param.float32 else jnp.bfloat16
+        tree.setdefault(group, {})[name] = jax.ShapeDtypeStruct((1, *param.shape), dtype)
+    stream, mask = jnp.zeros((1, TOKENS, config.hidden_size)), jnp.ones((1, TOKENS, TOKENS), bool)
+    run = layer_stages.compiled(layer_stages._layer, "config", "place", "backend")
+    made = run.lower(tree, config, LayerPlace(0, False, 0, False, 0), stream, mask, "reference").compile()
+    experts = tree["moe"]["gate_up"].size * 2
+    assert made.memory_analysis().temp_size_in_bytes < experts / 4
 
 
 # Choices.
