@@ -1,0 +1,20 @@
+"""Dispatched experts over eight devices; the checks are in `moe_dispatch_on_devices`, in a process that has them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CHECKS = (
+    "gathered_experts_equal_one_device",
+    "gathered_quantised_experts_equal_one_device",
+    "experts_sorted_on_their_device_equal_one_device",
+)
+
+
+def test_eight_devices():
+    command = [sys.executable, "-m", "tests.model.moe_dispatch_on_devices"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.stdout.split() == list(CHECKS), result.stderr
