@@ -1,0 +1,105 @@
+"""Offsets of exchanged rows: every row arrives once, in the rounds that were counted, and its result comes home."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from sharding.errors import InputError
+from sharding.layout import Layout
+from sharding.ragged import Group, Window, resolve_transport, round_windows, rounds_needed, rows_to_send
+
+
+@st.composite
+def counts_of_rows(draw: st.DrawFn) -> np.ndarray:
+    """Rows from each device to each: even, or with devices that send or get nothing, or all to one."""
+    devices = draw(st.integers(1, 6))
+    counts = draw(arrays(np.int32, (devices, devices), elements=st.integers(0, 9)))
+    counts[draw(arrays(np.bool_, devices))] = 0
+    counts[:, draw(arrays(np.bool_, devices))] = 0
+    return counts
+
+
+def simulate(operands: list[np.ndarray], outputs: list[np.ndarray], windows: list[Window]) -> None:
+    """`jax.lax.ragged_all_to_all` row by row, by its documentation; what it does not define is refused."""
+    written: list[set[int]] = [set() for _ in outputs]
+    for source, window in enumerate(windows):
+        for target, output in enumerate(outputs):
+            size = window.send_sizes[target]
+            assert size == windows[target].recv_sizes[source]
+            for row in range(size):
+                taken, place = window.input_offsets[target] + row, window.output_offsets[target] + row
+                assert 0 <= taken < len(operands[source])
+                assert 0 <= place < len(output), "past the end of the receive buffer"
+                assert place not in written[target], "two rows in one place"
+                written[target].add(place)
+                output[place] = operands[source][taken]
+
+
+@given(counts=counts_of_rows(), capacity=st.integers(1, 20))
+@settings(max_examples=200, deadline=None)
+def test_every_row_arrives_once_and_comes_home(counts: np.ndarray, capacity: int) -> None:
+    devices = range(len(counts))
+    # A row is (source, row of its send buffer) as one number; results are its negative.
+    sent = [1 + 1000 * device + np.arange(counts[device].sum()) for device in devices]
+    home = [np.zeros_like(rows) for rows in sent]
+    arrived: list[list[int]] = [[] for _ in devices]
+    rounds = rounds_needed(counts, capacity)
+    assert rounds == max(-(-total // capacity) for total in counts.sum(0))
+    for number in range(rounds):
+        pairs = [round_windows(counts, device, capacity, number) for device in devices]
+        received = [np.zeros(capacity, int) for _ in devices]
+        simulate(sent, received, [there for there, _ in pairs])
+        for device in devices:
+            rows = received[device][received[device] > 0]
+            # The buffer is filled from its start and is full in every round but the receiver's last.
+            assert len(rows) == np.clip(counts[:, device].sum() - number * capacity, 0, capacity)
+            assert (received[device][: len(rows)] > 0).all()
+            arrived[device].extend(rows.tolist())
+        simulate([-rows for rows in received], home, [back for _, back in pairs])
+    for device in devices:
+        begins = np.cumsum(counts, axis=1) - counts
+        expected = [
+            1 + 1000 * source + begins[source, device] + row
+            for source in devices
+            for row in range(counts[source, device])
+        ]
+        assert arrived[device] == expected
+        np.testing.assert_array_equal(home[device], -sent[device])
+
+
+@given(data=st.data(), tokens=st.integers(1, 9), k=st.integers(1, 5), count=st.integers(1, 6))
+@settings(max_examples=200, deadline=None)
+def test_a_token_is_sent_once_to_each_of_its_devices(data: st.DataObject, tokens: int, k: int, count: int) -> None:
+    destinations = data.draw(arrays(np.int32, (tokens, k), elements=st.integers(-1, count - 1)))
+    sending = rows_to_send(destinations, count)
+    pairs = [(d, t) for d in range(count) for t in range(tokens) if d in destinations[t]]
+    used = len(pairs)
+    assert len(sending.token_of) == tokens * min(k, count) >= used
+    assert list(zip(sending.destination_of[:used], sending.token_of[:used], strict=True)) == pairs
+    assert (sending.destination_of[used:] == count).all()
+    np.testing.assert_array_equal(sending.counts, [sum(d == device for d, _ in pairs) for device in range(count)])
+    for token in range(tokens):
+        rows = sending.row_of[token][sending.row_of[token] >= 0]
+        assert sorted(rows) == [row for row, (_, t) in enumerate(pairs) if t == token]
+        for place, row in enumerate(sending.row_of[token]):
+            assert row < 0 or pairs[row][0] == destinations[token, place]
+
+
+def test_groups_of_slices():
+    layout = Layout(data=4, expert=3, slices=2)
+    assert Group.across_slices(layout) == Group(("data",), 2, ((0, 2), (1, 3)))
+    assert Group.inside_slice(layout, ("data", "expert")) == Group(
+        ("data", "expert"), 6, (tuple(range(6)), tuple(range(6, 12)))
+    )
+    one = Layout(data=2, expert=3, slices=2)
+    assert Group.across_slices(one) == Group(("data",), 2)
+    assert Group.inside_slice(one, ("data", "expert")) == Group(("expert",), 3)
+
+
+def test_transport_is_chosen_by_platform_or_by_name():
+    assert [resolve_transport(None, p) for p in ("cpu", "tpu")] == ["padded", "ragged"]
+    assert resolve_transport("padded", "tpu") == "padded"
+    with pytest.raises(InputError, match="'fast' is not one of ragged, padded"):
+        resolve_transport("fast", "tpu")
