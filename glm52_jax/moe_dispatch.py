@@ -8,32 +8,27 @@ business of `kernels.experts`, where its rows are sent that of `sharding.ragged`
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from glm52_jax.kernels.experts.api import routed_experts
+from glm52_jax.moe_form import GATHER, DispatchForm, Hop, axes_of_dispatch, hops
 from glm52_jax.quant import BlockQuantized, Weight
-from sharding.collectives import all_gather, index, psum, psum_scatter
+from sharding.collectives import all_gather, index, own_part, pmax, psum, psum_scatter
 from sharding.layout import Layout
+from sharding.ragged import exchange, round_windows, rounds_needed, rows_to_send
 
 Compute = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Rows `[rows, embed]`, their experts by local number int32 `[rows, k]` (-1: none), gates -> float32 `[rows, embed]`."""
 
 
-@dataclasses.dataclass(frozen=True)
-class DispatchForm:
-    """How tokens reach their experts; chosen when a step is built (`choose_form`), and equal in results.
-
-    Attributes:
-        name: "gather" or "all_to_all".
-    """
-
-    name: str = "gather"
-
-
-GATHER = DispatchForm("gather")
+Part = tuple[jax.Array, jax.Array, jax.Array]
+"""Rows, their experts and gates, as `Compute` takes them."""
 
 
 def dispatch_experts(
@@ -75,11 +70,10 @@ def dispatch_experts(
         own = experts - first
         return compute(x, jnp.where((own >= 0) & (own < held), own, -1), gates)
 
-    differ = layout.axes_of("batch")
-    divided = tuple(dict.fromkeys((*layout.axes_of("experts"), *layout.axes_of("expert_mlp"))))
-    there = tuple(axis for axis in divided if axis in differ)
-    total = _gathered(layout, there, own_experts, x, experts, gates)
-    return psum(layout, total, tuple(axis for axis in divided if axis not in differ))
+    there, alike = axes_of_dispatch(layout)
+    if form.name == "gather":
+        return psum(layout, _gathered(layout, there, own_experts, x, experts, gates), alike)
+    return _all_to_all(layout, alike, compute, x, experts, gates, held * layout.parts("experts"), form)
 
 
 def _gathered(
@@ -90,6 +84,115 @@ def _gathered(
         return compute(x, experts, gates)
     packed = all_gather(layout, pack(experts, gates), axes)
     return psum_scatter(layout, compute(all_gather(layout, x, axes), *unpack(packed)), axes)
+
+
+def _all_to_all(
+    layout: Layout,
+    alike: tuple[str, ...],
+    compute: Compute,
+    x: jax.Array,
+    experts: jax.Array,
+    gates: jax.Array,
+    count: int,
+    form: DispatchForm,
+) -> jax.Array:
+    """Sends rows to their experts and gets the sums.
+
+    Where tokens are the same on several devices (`alike`) each of them sends its own share only, and the results are
+    joined at the end: no row crosses the mesh twice, and the bytes of joining are half of those of a sum. Where widths
+    are divided, what arrived is gathered along them, computed in parts, and reduced back.
+    """
+    tokens = x.shape[0]
+    short = -tokens % layout.size(alike)
+    x, experts, gates = (
+        own_part(layout, jnp.pad(array, ((0, short), (0, 0)), constant_values=fill), alike)
+        for array, fill in ((x, 0), (experts, -1), (gates, 0))
+    )
+    share = x.shape[0]
+    cuts = [0, (share + 1) // 2, share] if form.halves and share > 1 else [0, share]
+    parts = [(x[a:b], experts[a:b], gates[a:b]) for a, b in itertools.pairwise(cuts)]
+    trips = [hops(layout, b - a, count, experts.shape[1], form) for a, b in itertools.pairwise(cuts)]
+    compute = functools.partial(_gathered, layout, layout.axes_of("expert_mlp"), compute)
+    results = _travel(layout, trips, parts, compute, form.transport)
+    return all_gather(layout, jnp.concatenate(results), alike)[:tokens]
+
+
+class _Outgoing(NamedTuple):
+    """What one device sends at one hop: rows sorted by destination, and how many all devices send each other."""
+
+    rows: jax.Array
+    packed: jax.Array
+    counts: jax.Array
+    row_of: jax.Array
+
+
+def _travel(
+    layout: Layout, trips: list[tuple[Hop, ...]], parts: list[Part], compute: Compute, transport: str
+) -> list[jax.Array]:
+    """The sums of the parts' tokens, float32 `[tokens, embed]` each; a trip is the hops that are still ahead of a part.
+
+    Parts do not depend on each other. They share one loop, so that within its body one may travel while another is
+    computed: a compiler moves nothing across loops.
+    """
+    if not trips[0]:
+        return [compute(*part) for part in parts]
+    sent = [_sort(trip[0], *part) for trip, part in zip(trips, parts, strict=True)]
+    rounds = jnp.int32(0)
+    for trip, outgoing in zip(trips, sent, strict=True):
+        rounds = jnp.maximum(rounds, rounds_needed(outgoing.counts, trip[0].receives))
+    # The group of this hop agrees, since all of it has the same counts. Those who meet later, inside of a round, must
+    # too, or one would wait for a device that has gone home.
+    for hop in trips[0][1:]:
+        rounds = jnp.max(hop.group.gather(rounds))
+    rounds = pmax(layout, rounds, layout.axes_of("expert_mlp"))
+
+    def one_round(state: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
+        number, results = state
+        after = []
+        for trip, outgoing, result in zip(trips, sent, results, strict=True):
+
+            def ahead(*part: jax.Array, trip: tuple[Hop, ...] = trip) -> jax.Array:
+                return _travel(layout, [trip[1:]], [(part[0], part[1], part[2])], compute, transport)[0]
+
+            after.append(_round(trip[0], outgoing, number, result, ahead, transport))
+        return number + 1, after
+
+    empty = [jnp.zeros(outgoing.rows.shape, jnp.float32) for outgoing in sent]
+    _, results = jax.lax.while_loop(lambda state: state[0] < rounds, one_round, (jnp.int32(0), empty))
+    return [_collect(outgoing.row_of, result) for outgoing, result in zip(sent, results, strict=True)]
+
+
+def _sort(hop: Hop, x: jax.Array, experts: jax.Array, gates: jax.Array) -> _Outgoing:
+    """The rows to send, each with those of its experts that its destination has, by their numbers there."""
+    destinations = jnp.where(experts >= 0, experts // hop.held, -1)
+    sending = rows_to_send(destinations, hop.group.size)
+    token = sending.token_of
+    meant = destinations[token] == sending.destination_of[:, None]
+    packed = pack(jnp.where(meant, experts[token] % hop.held, -1), gates[token])
+    return _Outgoing(x[token], packed, hop.group.gather(sending.counts), sending.row_of)
+
+
+def _round(
+    hop: Hop, outgoing: _Outgoing, number: jax.Array, result: jax.Array, ahead: Compute, transport: str
+) -> jax.Array:
+    """`result` with the sums of the rows that this round's receivers had room for."""
+    there, back = round_windows(outgoing.counts, hop.group.place(), hop.receives, number)
+    room = (hop.receives, outgoing.rows.shape[1])
+    rows = exchange(hop.group, outgoing.rows, jnp.zeros(room, outgoing.rows.dtype), there, transport)
+    nothing = jnp.full((hop.receives, outgoing.packed.shape[1]), -1, jnp.int32)
+    packed = exchange(hop.group, outgoing.packed, nothing, there, transport)
+    return exchange(hop.group, ahead(rows, *unpack(packed)), result, back, transport)
+
+
+def _collect(row_of: jax.Array, result: jax.Array) -> jax.Array:
+    """The sum of each token's rows, one choice at a time: all at once would hold `k` results a token once more."""
+
+    def add(choice: jax.Array, total: jax.Array) -> jax.Array:
+        row = row_of[:, choice]
+        return total + jnp.where(row[:, None] >= 0, result[row], 0.0)
+
+    start = jnp.zeros((row_of.shape[0], result.shape[1]), jnp.float32)
+    return jax.lax.fori_loop(0, row_of.shape[1], add, start)
 
 
 def expert_loads(layout: Layout, experts: jax.Array, count: int) -> jax.Array:

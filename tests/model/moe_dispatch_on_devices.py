@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -20,7 +21,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from glm52_jax.kernels.experts.api import routed_experts
-from glm52_jax.moe_dispatch import GATHER, DispatchForm, dispatch_experts, expert_loads
+from glm52_jax.moe_dispatch import dispatch_experts, expert_loads
+from glm52_jax.moe_form import GATHER, DispatchForm
 from glm52_jax.quant import FLOAT8, BlockQuantized, quantize_blocks
 from sharding.layout import Layout
 from sharding.rules import partition
@@ -29,6 +31,7 @@ LAYERS, EXPERTS, EMBED, WIDTH, K = 2, 16, 16, 8, 4
 BLOCK = (4, 4)
 LAYER = 1
 GENERATOR = np.random.default_rng(5)
+SENT = DispatchForm("all_to_all")
 STACKS = {
     "gate_up": GENERATOR.standard_normal((LAYERS, EXPERTS, 2, WIDTH, EMBED)).astype(np.float32),
     "down": GENERATOR.standard_normal((LAYERS, EXPERTS, EMBED, WIDTH)).astype(np.float32),
@@ -175,6 +178,44 @@ def gathered_quantised_experts_equal_one_device() -> None:
 @check
 def experts_sorted_on_their_device_equal_one_device() -> None:
     compare(LAYOUTS["2x2x2"], GATHER, backend="cpu")
+
+
+@check
+def sent_experts_equal_one_device() -> None:
+    every(SENT)
+
+
+@check
+def sent_quantised_experts_equal_one_device() -> None:
+    for kind in ("fp8", "int8"):
+        for name in ("1x4x2", "2x2x2", "experts over all, 2x4x1"):
+            compare(LAYOUTS[name], SENT, kind)
+
+
+@check
+def many_rounds_of_a_small_buffer_equal_one_device() -> None:
+    for name in ("1x8x1", "2x2x2", "experts over all, 2x2x2", "experts over tensor too, 1x4x2"):
+        compare(LAYOUTS[name], replace(SENT, capacity=0.01), each=13)
+
+
+@check
+def halves_equal_one_device() -> None:
+    for name in ("1x8x1", "2x2x2", "experts over all, 2x2x2"):
+        for each in (1, 13):
+            compare(LAYOUTS[name], replace(SENT, halves=True, capacity=0.5), each=each)
+
+
+@check
+def by_slice_equals_one_device() -> None:
+    """Slices of one and of several places along `data`, with the width over `tensor` and without."""
+    for name, layout in LAYOUTS.items():
+        if name.startswith("experts over all"):
+            for slices in {2, layout.data}:
+                for form in (SENT, replace(SENT, capacity=0.01), replace(SENT, halves=True)):
+                    compare(replace(layout, slices=slices), form, each=7)
+    four = Layout(data=4, expert=2, slices=2).with_rules(experts=("data", "expert"))
+    for form in (SENT, replace(SENT, capacity=0.01), replace(SENT, by_slice=False)):
+        compare(four, form, each=7)
 
 
 def run_checks() -> Iterator[str]:

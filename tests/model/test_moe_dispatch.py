@@ -10,6 +10,11 @@ CHECKS = (
     "gathered_experts_equal_one_device",
     "gathered_quantised_experts_equal_one_device",
     "experts_sorted_on_their_device_equal_one_device",
+    "sent_experts_equal_one_device",
+    "sent_quantised_experts_equal_one_device",
+    "many_rounds_of_a_small_buffer_equal_one_device",
+    "halves_equal_one_device",
+    "by_slice_equals_one_device",
 )
 
 

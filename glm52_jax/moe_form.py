@@ -1,0 +1,203 @@
+"""Which form of dispatch a step takes, the buffers that it needs, and the bytes that it moves; all before compiling.
+
+The rule and the account are here, the arrays in `moe_dispatch`, which takes its buffer sizes from here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from glm52_jax.config import ModelConfig
+from glm52_jax.errors import InputError
+from sharding.layout import DATA, Layout
+from sharding.ragged import Group
+
+FORMS = ("gather", "all_to_all")
+COLLECTIVE_BYTES = 2**19
+"""What a link could have moved in the fixed time of one more collective: some 5 us at 100 GB/s, an assumption."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DispatchForm:
+    """How tokens reach their experts; static, chosen when a step is built (`choose_form`), equal in results.
+
+    Attributes:
+        name: "gather": every device computes its experts for the tokens of all. "all_to_all": each token's row goes once
+            to each device that holds one of its experts, and its sum comes back.
+        transport: see `sharding.ragged.resolve_transport`.
+        capacity: rows of a receive buffer as a multiple of the mean load under even routing; the rest takes more
+            rounds. A smaller one saves memory, a larger one saves rounds where routing is uneven.
+        halves: whether tokens are exchanged and computed in two halves that do not depend on each other, so that one
+            half may travel while the other is computed.
+        by_slice: whether a row crosses to each slice once, and is spread there, where the layout has slices.
+    """
+
+    name: str = "gather"
+    transport: str = "padded"
+    capacity: float = 1.25
+    halves: bool = False
+    by_slice: bool = True
+
+    def __post_init__(self) -> None:
+        if self.name not in FORMS:
+            raise InputError(f"dispatch of experts: {self.name!r} is not one of {', '.join(FORMS)}")
+        if not self.capacity > 0:
+            raise InputError(f"dispatch of experts: capacity is {self.capacity}, expected a positive number")
+
+
+GATHER = DispatchForm("gather")
+
+
+@dataclasses.dataclass(frozen=True)
+class Hop:
+    """One exchange of rows on the way to the experts.
+
+    Attributes:
+        group: the devices that exchange.
+        tokens: rows that a device may want to send on, each to several devices.
+        held: experts behind each destination.
+        sends: rows of the send buffer, the most that there can be.
+        receives: rows of the receive buffer, in one round.
+        mean: rows that a device receives in all rounds when routing is even.
+    """
+
+    group: Group
+    tokens: int
+    held: int
+    sends: int
+    receives: int
+    mean: float
+
+
+def hops(layout: Layout, tokens: int, experts: int, k: int, form: DispatchForm) -> tuple[Hop, ...]:
+    """The exchanges between a device's tokens and the experts, none when experts are not divided.
+
+    Args:
+        tokens: that the device sends for.
+        experts: routed experts of the model.
+        k: experts of a token.
+    """
+    axes = layout.axes_of("experts")
+    if not axes:
+        return ()
+    parts = layout.size(axes)
+
+    def hop(group: Group, rows: int, destinations: int) -> Hop:
+        held = experts // destinations
+        # A token, of `k` different experts, needs one device of many; as many devices send to each as it sends to.
+        mean = tokens * destinations * (1 - math.comb(experts - held, k) / math.comb(experts, k))
+        most = rows * group.size
+        receives = _in_eights(min(most, math.ceil(form.capacity * mean)))
+        return Hop(group, rows, held, rows * min(k, group.size), receives, mean)
+
+    if layout.slices == 1 or axes[0] != DATA or not form.by_slice:
+        return (hop(Group.along(layout, axes), tokens, parts),)
+    across = hop(Group.across_slices(layout), tokens, layout.slices)
+    inside = Group.inside_slice(layout, axes)
+    return (across, hop(inside, across.receives, parts)) if inside.size > 1 else (across,)
+
+
+def _in_eights(rows: int) -> int:
+    return max(8, -(-rows // 8) * 8)  # rows of a float32 tile
+
+
+def axes_of_dispatch(layout: Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The mesh axes that divide experts or their width: those along which tokens differ, and those along which not."""
+    differ = layout.axes_of("batch")
+    divided = tuple(dict.fromkeys((*layout.axes_of("experts"), *layout.axes_of("expert_mlp"))))
+    return tuple(axis for axis in divided if axis in differ), tuple(axis for axis in divided if axis not in differ)
+
+
+@dataclasses.dataclass(frozen=True)
+class Account:
+    """What a form costs a device in one MoE layer under even routing.
+
+    Attributes:
+        moved: bytes that come from other devices.
+        buffers: bytes of the arrays that rows are sent from, received in, computed in and returned to.
+        collectives: how many run one after another.
+    """
+
+    moved: int
+    buffers: int
+    collectives: int
+
+    @property
+    def weighed(self) -> int:
+        """Bytes, with the fixed time of the collectives as bytes."""
+        return self.moved + self.collectives * COLLECTIVE_BYTES
+
+
+def account_of_gather(layout: Layout, tokens: int, config: ModelConfig, itemsize: int) -> Account:
+    """All rows in, float32 sums out; the sums are reduced where tokens are the same."""
+    there, alike = axes_of_dispatch(layout)
+    others, same = layout.size(there) - 1, layout.size(alike)
+    row, total = _row(config, itemsize)
+    moved = tokens * others * (row + total) + 2 * tokens * total * (same - 1) // same
+    return Account(moved, tokens * layout.size(there) * (row + total), (3 if others else 0) + (1 if same > 1 else 0))
+
+
+def account_of_all_to_all(
+    layout: Layout, tokens: int, config: ModelConfig, itemsize: int, form: DispatchForm
+) -> Account:
+    """Rows there and float32 sums back at each hop, a gather where widths are divided, the shares joined at the end."""
+    _, alike = axes_of_dispatch(layout)
+    share = -(-tokens // layout.size(alike))
+    row, total = _row(config, itemsize)
+    moved = share * total * (layout.size(alike) - 1)
+    buffers = share * total
+    steps = hops(layout, share, config.n_routed_experts, config.num_experts_per_tok, form)
+    width = layout.size(layout.axes_of("expert_mlp"))
+    for hop in steps:
+        others = hop.group.size - 1
+        moved += math.ceil(hop.mean * others / hop.group.size) * (row + total) + hop.group.size * others * 4
+        buffers += (hop.sends + hop.receives) * (row + total)
+    arrived = (steps[-1].mean, steps[-1].receives) if steps else (share, share)
+    moved += math.ceil(arrived[0]) * (width - 1) * (row + total)
+    buffers += arrived[1] * width * (row + total) if width > 1 else 0
+    collectives = 4 * len(steps) + (3 if width > 1 else 0) + (1 if alike else 0)
+    return Account(moved, buffers, collectives)
+
+
+def _row(config: ModelConfig, itemsize: int) -> tuple[int, int]:
+    """Bytes of a row with its experts and gates, and of a float32 sum."""
+    return config.hidden_size * itemsize + 8 * config.num_experts_per_tok, config.hidden_size * 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A form, and why it was chosen."""
+
+    form: DispatchForm
+    reason: str
+    gather: Account
+    all_to_all: Account
+
+
+def choose_form(
+    layout: Layout, tokens: int, config: ModelConfig, *, itemsize: int = 2, transport: str = "ragged"
+) -> Choice:
+    """The form that moves fewer bytes, when the fixed time of a collective counts as bytes too.
+
+    A gather brings every token to every device, `devices - 1` rows a token; an all-to-all brings it to those that hold
+    one of its experts, `min(k, devices)` rows at most, but takes more collectives, one after another. So few tokens are
+    gathered, and so are any number where most devices need most tokens.
+
+    Args:
+        tokens: of one device.
+        itemsize: bytes of a hidden value.
+        transport: see `sharding.ragged.resolve_transport`.
+    """
+    wide = DispatchForm("all_to_all", transport)
+    gather = account_of_gather(layout, tokens, config, itemsize)
+    exchanged = account_of_all_to_all(layout, tokens, config, itemsize, wide)
+    costs = (
+        f"gather {gather.moved / 2**20:.1f} MiB in {gather.collectives} collectives, "
+        f"all-to-all {exchanged.moved / 2**20:.1f} MiB in {exchanged.collectives}"
+    )
+    if not axes_of_dispatch(layout)[0]:
+        return Choice(GATHER, "every device has all tokens that its experts may get", gather, exchanged)
+    if gather.weighed <= exchanged.weighed:
+        return Choice(GATHER, f"{tokens} tokens a device: {costs}", gather, exchanged)
+    return Choice(wide, f"{tokens} tokens a device: {costs}", gather, exchanged)
