@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from glm52_jax.cache import Cache, context_rows
+from glm52_jax.cache import Cache, Places, context_rows
 from glm52_jax.config import ModelConfig
 from glm52_jax.kernels.masked_attention.api import masked_attention
 from glm52_jax.kernels.sparse_mla.api import sparse_mla
 from glm52_jax.primitives import Rotary, einsum, linear, rms_norm
 from glm52_jax.selection import Selection
+from sharding.collectives import all_gather, own_part, pmax, psum, psum_scatter
+from sharding.layout import SINGLE, Layout
 
 
 class Projected(NamedTuple):
@@ -60,26 +62,31 @@ def attend(
     projected: Projected,
     cache: Cache,
     layer: jax.Array | int,
-    positions: jax.Array,
+    places: Places,
     selection: Selection,
     *,
     expanded: bool,
     backend: str,
+    layout: Layout = SINGLE,
 ) -> jax.Array:
     """Attention of a chunk to the selected positions of its cache, and the output projection.
+
+    On a mesh a device has some heads of its own tokens, and of the cache the pages that are dealt to it.
 
     Args:
         weights: one layer of the attention stack.
         projected: of the chunk, whose rows are already in the cache.
-        positions: int32 `[batch, tokens]`, -1 for padding.
-        selection: what each query attends to; a mask when `expanded`.
+        places: where its tokens stand.
+        selection: what each query of the whole chunk attends to on this device; a mask when `expanded`.
 
     Returns:
         `[batch, tokens, embed]`.
     """
     form = _expanded if expanded else _absorbed
-    values = form(weights, config, projected, cache, layer, positions, selection, backend)
-    return _biased(linear(values, weights["o"], dims=2), weights.get("o_bias"))
+    values = form(weights, config, projected, cache, layer, places, selection, backend, layout)
+    heads = layout.axes_of("heads")
+    out = linear(values, weights["o"], dims=2, dtype=jnp.float32 if heads else None)
+    return _biased(psum(layout, out, heads).astype(values.dtype), weights.get("o_bias"))
 
 
 def _absorbed(
@@ -88,24 +95,29 @@ def _absorbed(
     projected: Projected,
     cache: Cache,
     layer: jax.Array | int,
-    positions: jax.Array,
+    places: Places,
     selection: Selection,
     backend: str,
+    layout: Layout,
 ) -> jax.Array:
     # In this order of operands: XLA on the CPU has no batched bfloat16 product with a float32 result for the other one.
     queries = einsum("hnr,bshn->bshr", weights["k_up"], projected.q_nope, dtype=projected.q_nope.dtype)
     queries = jnp.concatenate([queries, projected.q_rope], axis=-1)
-    latent, _ = sparse_mla(
+    # Every device has a part of the cache, so every query visits all of them.
+    tokens, heads = layout.axes_of("tokens"), _heads_apart_from_pages(layout)
+    queries = all_gather(layout, all_gather(layout, queries, tokens, 1), heads, 2)
+    latent, lse = sparse_mla(
         queries,
         cache.latent,
         layer,
         cache.page_table,
-        positions,
+        places.seen,
         selection,
         config.qk_head_dim**-0.5,
         kv_lora_rank=config.kv_lora_rank,
         backend=backend,
     )
+    latent = _merged(layout, latent, lse)
     return einsum("bshr,hvr->bshv", latent, weights["v_up"])
 
 
@@ -115,13 +127,18 @@ def _expanded(
     projected: Projected,
     cache: Cache,
     layer: jax.Array | int,
-    positions: jax.Array,
+    places: Places,
     selection: Selection,
     backend: str,
+    layout: Layout,
 ) -> jax.Array:
     assert selection.mask is not None
-    rows = context_rows(cache.latent, layer, cache.page_table, jnp.max(positions, axis=1) + 1)
-    rows = rows.astype(projected.row.dtype)
+    rows = context_rows(cache.latent, layer, cache.page_table, jnp.max(places.seen, axis=1) + 1)
+    # Keys and values of a device's own heads need the rows of all devices; in which order does not matter.
+    pages = layout.axes_of("kv_pages")
+    rows = all_gather(layout, rows.astype(projected.row.dtype), pages, 1)
+    mask = own_part(layout, all_gather(layout, selection.mask, pages, 2), layout.axes_of("tokens"), 1)
+    positions = jnp.where(places.positions >= 0, mask.shape[2] - 1, -1) if pages else places.positions
     latent, k_rope = rows[..., : config.kv_lora_rank], rows[..., config.kv_lora_rank :]
     k_nope = linear(latent, weights["k_up"])
     k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k_nope.shape[:3], k_rope.shape[-1]))
@@ -130,10 +147,34 @@ def _expanded(
         jnp.concatenate([k_nope, k_rope], axis=-1),
         linear(latent, weights["v_up"]),
         positions,
-        selection.mask,
+        mask,
         config.qk_head_dim**-0.5,
         backend=backend,
     )
+
+
+def _heads_apart_from_pages(layout: Layout) -> tuple[str, ...]:
+    """Mesh axes along which devices have different heads and different pages."""
+    return tuple(axis for axis in layout.axes_of("heads") if axis in layout.axes_of("kv_pages"))
+
+
+def _merged(layout: Layout, out: jax.Array, lse: jax.Array) -> jax.Array:
+    """Softmax attention over all devices' rows from that over each one's, for this device's own tokens and heads.
+
+    Args:
+        out: `[batch, all tokens, all heads, kv_lora_rank]`, over this device's rows.
+        lse: float32 `[batch, all tokens, all heads]`, minus infinity where there are none.
+    """
+    pages = layout.axes_of("kv_pages")
+    if not pages:
+        return out
+    top = pmax(layout, lse, pages)
+    weight = jnp.exp(lse - jnp.where(jnp.isfinite(top), top, 0.0))
+    total = psum(layout, weight, pages)
+    share = out.astype(jnp.float32) * (weight / jnp.where(total > 0, total, 1.0))[..., None]
+    tokens, heads = layout.axes_of("tokens"), _heads_apart_from_pages(layout)
+    share = psum(layout, share, tuple(axis for axis in pages if axis not in (*tokens, *heads)))
+    return psum_scatter(layout, psum_scatter(layout, share, heads, 2), tokens, 1).astype(out.dtype)
 
 
 def _biased(x: jax.Array, bias: jax.Array | None) -> jax.Array:

@@ -16,16 +16,18 @@ import numpy as np
 
 from glm52_jax import indexer
 from glm52_jax.attention import attend, project
-from glm52_jax.cache import Cache
+from glm52_jax.cache import Cache, Places
 from glm52_jax.config import DENSE, FULL, ModelConfig
 from glm52_jax.errors import InputError
 from glm52_jax.kernels import resolve_backend
 from glm52_jax.kernels.cache_write.api import write_rows
-from glm52_jax.moe import moe
-from glm52_jax.primitives import Rotary, rms_norm, swiglu, take
+from glm52_jax.moe import moe, sharded_mlp
+from glm52_jax.primitives import Rotary, rms_norm, take
 from glm52_jax.row_formats import RowStack
 from glm52_jax.selection import Selection
 from glm52_jax.spec import Stack, stack_layers
+from sharding.collectives import all_gather
+from sharding.layout import SINGLE, Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +38,13 @@ class Forms:
         attention: "absorbed" or "expanded".
         selection: "indices" or "mask"; "expanded" attention needs the mask.
         backend: backend of the kernels, see `kernels.BACKENDS`.
+        layout: the mesh whose shards the step runs on; one device by default.
     """
 
     attention: str = "absorbed"
     selection: str = "indices"
     backend: str = "reference"
+    layout: Layout = SINGLE
 
     def __post_init__(self) -> None:
         if self.attention not in ("absorbed", "expanded"):
@@ -51,15 +55,18 @@ class Forms:
             raise InputError("attention form is 'expanded', which needs the selection form 'mask'")
 
     @classmethod
-    def best(cls, tokens: int, *, platform: str | None = None, backend: str | None = None) -> Forms:
+    def best(
+        cls, tokens: int, *, platform: str | None = None, backend: str | None = None, layout: Layout = SINGLE
+    ) -> Forms:
         """The forms for a step of `tokens` tokens a sequence: few of them gather what they attend to, many share it."""
         backend = resolve_backend(backend, platform or jax.default_backend())
         if tokens <= _FEW_TOKENS:
-            return cls("absorbed", "indices", backend)
-        return cls("expanded", "mask", backend)
+            return cls("absorbed", "indices", backend, layout)
+        return cls("expanded", "mask", backend, layout)
 
     def no_selection(self, config: ModelConfig, cache: Cache, batch: int, tokens: int) -> Selection:
         """A selection of nothing, with the shapes that `indexer.select` gives."""
+        tokens *= self.layout.parts("tokens")
         if self.selection == "mask":
             return Selection.empty(batch, tokens, positions=cache.capacity)
         return Selection.empty(batch, tokens, k=min(config.index_topk, cache.capacity))
@@ -117,7 +124,7 @@ def block(
     place: LayerPlace,
     x: jax.Array,
     rotary: Rotary,
-    positions: jax.Array,
+    places: Places,
     cache: Cache,
     selection: Selection,
     forms: Forms,
@@ -127,13 +134,15 @@ def block(
     Args:
         params: the whole tree; this layer is found by `place`.
         x: residual stream `[batch, tokens, embed]`.
-        positions: int32 `[batch, tokens]`, -1 for padding.
+        places: where its tokens stand.
         selection: of the last full layer; used as it is where this layer is shared.
 
     Returns:
         The stream after this layer, the cache with this layer's rows written, the selection that was used, and the
         chosen experts, int32 `[batch * tokens, num_experts_per_tok]` (-1 on a dense layer).
     """
+    layout, positions = forms.layout, places.positions
+    chunk = layout.axes_of("tokens")
     weights = take(params["attention"], place.layer)
     with jax.named_scope("attention"):
         normed = rms_norm(x, weights["input_norm"], config.rms_norm_eps)
@@ -141,14 +150,22 @@ def block(
         cache = dataclasses.replace(
             cache,
             latent=write_rows(
-                cache.latent, place.layer, projected.row, cache.page_table, positions, backend=forms.backend
+                cache.latent,
+                place.layer,
+                all_gather(layout, projected.row, chunk, 1),
+                cache.page_table,
+                places.kept,
+                backend=forms.backend,
             ),
         )
 
         def own_selection(index_keys: RowStack, _: Selection) -> tuple[RowStack, Selection]:
             own = take(params["indexer"], place.indexer)
             keys = indexer.as_stored(indexer.index_keys(own, config, normed, rotary), index_keys)
-            index_keys = write_rows(index_keys, place.indexer, keys, cache.page_table, positions, backend=forms.backend)
+            keys = all_gather(layout, keys, chunk, 1)
+            index_keys = write_rows(
+                index_keys, place.indexer, keys, cache.page_table, places.kept, backend=forms.backend
+            )
             chosen = indexer.select(
                 own,
                 config,
@@ -157,9 +174,10 @@ def block(
                 rotary,
                 dataclasses.replace(cache, index_keys=index_keys),
                 place.indexer,
-                positions,
+                places,
                 as_mask=forms.selection == "mask",
                 backend=forms.backend,
+                layout=layout,
             )
             return index_keys, chosen
 
@@ -173,28 +191,29 @@ def block(
             projected,
             cache,
             place.layer,
-            positions,
+            places,
             selection,
             expanded=forms.attention == "expanded",
             backend=forms.backend,
+            layout=layout,
         )
 
     normed = rms_norm(x, weights["post_norm"], config.rms_norm_eps)
     with jax.named_scope("mlp"):
         out, experts = _choose(
             place.dense,
-            lambda h: _dense_mlp(params, config, place.mlp, h),
-            lambda h: moe(params["moe"], config, place.mlp, h, positions >= 0, backend=forms.backend),
+            lambda h: _dense_mlp(params, config, place.mlp, h, layout),
+            lambda h: moe(params["moe"], config, place.mlp, h, positions >= 0, backend=forms.backend, layout=layout),
             normed,
         )
     return x + out, cache, selection, experts
 
 
 def _dense_mlp(
-    params: dict[str, Any], config: ModelConfig, layer: Ordinal, x: jax.Array
+    params: dict[str, Any], config: ModelConfig, layer: Ordinal, x: jax.Array, layout: Layout
 ) -> tuple[jax.Array, jax.Array]:
     none = jnp.full((x.shape[0] * x.shape[1], config.num_experts_per_tok), -1, jnp.int32)
-    return swiglu(x, params["dense"]["gate_up"], params["dense"]["down"], layer), none
+    return sharded_mlp(layout, x, params["dense"]["gate_up"], params["dense"]["down"], layer), none
 
 
 def _choose(flag: Flag, if_true: Callable, if_false: Callable, *operands: Any) -> Any:

@@ -7,6 +7,8 @@ written may hold anything, NaN included; whoever reads masks them.
 
 from __future__ import annotations
 
+import dataclasses
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,8 @@ import jax.numpy as jnp
 from glm52_jax.config import ModelConfig
 from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat, RowStack, decode, parts_of, stack_of
 from glm52_jax.spec import Stack, stack_layers
+from sharding import collectives
+from sharding.layout import SINGLE, Layout
 
 PAGE_SIZE = 64
 
@@ -43,15 +47,18 @@ class Cache:
         dtype: jnp.dtype,
         page_size: int = PAGE_SIZE,
         form: CacheFormat | None = None,
+        layout: Layout = SINGLE,
     ) -> Cache:
         """A cache for `batch` sequences of up to `capacity` tokens, contiguous: the page table is the identity.
+
+        On a mesh it is one device's part, of its own sequences and the pages that are dealt to it; see `Deal`.
 
         Args:
             dtype: that the model computes in, and of rows that are stored plain.
             form: of the rows; plain when None.
         """
         form = form or PLAIN_CACHE
-        pages = -(-capacity // page_size)
+        pages = -(-capacity // (page_size * layout.parts("kv_pages")))
         table = jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages)
         layers, indexers = (len(stack_layers(config, s)) for s in (Stack.LAYER, Stack.INDEXER))
         return cls(
@@ -66,8 +73,71 @@ class Cache:
 
     @property
     def capacity(self) -> int:
-        """Positions that a sequence has room for."""
+        """Positions that a sequence has room for, on this device."""
         return self.page_table.shape[1] * self.page_size
+
+
+@dataclasses.dataclass(frozen=True)
+class Deal:
+    """Which positions of a sequence a device keeps: its pages are dealt in turn to the devices along `kv_pages`.
+
+    Page j is on device `j % count`, where it is page `j // count`. What a device keeps is a sequence of its own, in the
+    same order, so that whoever reads the cache needs positions in it and nothing else.
+
+    Attributes:
+        index: int32, this device's number.
+        count: devices that the pages are dealt to.
+        page_size: rows a page.
+    """
+
+    index: jax.Array | int
+    count: int
+    page_size: int
+
+    @classmethod
+    def of(cls, layout: Layout, cache: Cache) -> Deal:
+        axes = layout.axes_of("kv_pages")
+        return cls(collectives.index(layout, axes), layout.size(axes), cache.page_size)
+
+    def kept(self, positions: jax.Array) -> jax.Array:
+        """Where this device keeps each position, int32; -1 where it does not, and for -1."""
+        page = positions // self.page_size
+        mine = (positions >= 0) & (page % self.count == self.index)
+        return jnp.where(mine, page // self.count * self.page_size + positions % self.page_size, -1)
+
+    def seen(self, positions: jax.Array) -> jax.Array:
+        """The last of this device's own places that is not after each position, int32; -1 where there is none."""
+        page, offset = positions // self.page_size, positions % self.page_size
+        before = (page - self.index + self.count - 1) // self.count
+        rows = before * self.page_size + jnp.where(page % self.count == self.index, offset + 1, 0)
+        return jnp.where(positions >= 0, rows - 1, -1)
+
+    def positions(self, kept: jax.Array) -> jax.Array:
+        """The positions of this device's own places, int32; -1 for -1."""
+        page = kept // self.page_size * self.count + self.index
+        return jnp.where(kept >= 0, page * self.page_size + kept % self.page_size, -1)
+
+
+@flax.struct.dataclass
+class Places:
+    """Where the tokens of a chunk stand, and what this device has to do with them.
+
+    Attributes:
+        positions: int32 `[batch, tokens]` of the tokens that this device computes, -1 for padding.
+        kept: int32 `[batch, all tokens]`, where this device keeps each token of the chunk, -1 where it does not.
+        seen: int32 `[batch, all tokens]`, the last of this device's places that each token may attend to, or -1.
+    """
+
+    positions: jax.Array
+    kept: jax.Array
+    seen: jax.Array
+
+    @classmethod
+    def of(cls, layout: Layout, cache: Cache, positions: jax.Array) -> Places:
+        """The places of a chunk; `positions` are those of this device's tokens."""
+        everyone = collectives.all_gather(layout, positions, layout.axes_of("tokens"), 1)
+        deal = Deal.of(layout, cache)
+        return cls(positions, deal.kept(everyone), deal.seen(everyone))
 
 
 def slots(page_table: jax.Array, positions: jax.Array, page_size: int) -> jax.Array:

@@ -11,14 +11,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from glm52_jax.cache import Cache
+from glm52_jax.cache import Cache, Deal, Places
 from glm52_jax.config import ModelConfig
 from glm52_jax.kernels.index_scores.api import index_scores
+from glm52_jax.kernels.index_scores.reference import map_tokens
 from glm52_jax.kernels.topk.api import topk_indices, topk_mask
 from glm52_jax.primitives import Rotary, hadamard, layer_norm, linear
 from glm52_jax.row_formats import RowStack, is_rotated
 from glm52_jax.selection import Selection
+from sharding.collectives import all_gather, all_to_all
+from sharding.layout import SINGLE, Layout
 
+_BLOCK_SCORES = 1 << 26  # float32 scores that are there at a time
 K_NORM_EPS = 1e-6  # a LayerNorm with its own epsilon, in every implementation; no config field
 
 
@@ -57,33 +61,100 @@ def select(
     rotary: Rotary,
     cache: Cache,
     indexer: jax.Array | int,
-    positions: jax.Array,
+    places: Places,
     *,
     as_mask: bool,
     backend: str,
+    layout: Layout = SINGLE,
 ) -> Selection:
     """The `index_topk` best positions for each query, of those up to its own.
+
+    On a mesh every device scores what it keeps of the cache for all queries of the chunk, and its selection are those
+    of the best of all devices that it keeps, by its own places: together exactly what one device would select.
 
     Args:
         weights: one layer of the indexer stack.
         x: normalised hidden states `[batch, tokens, embed]`, whose index keys are already in the cache.
         q_latent: normalised query latent `[batch, tokens, q_lora_rank]`.
         indexer: ordinal of the indexer in the stack of index keys.
+        places: where the tokens stand.
         as_mask: give the mask form.
     """
-    scores = index_scores(
-        as_stored(index_queries(weights, config, q_latent, rotary), cache.index_keys),
-        head_weights(weights, config, x),
-        cache.index_keys,
-        indexer,
-        cache.page_table,
-        positions,
-        backend=backend,
+    tokens = layout.axes_of("tokens")
+    queries = as_stored(index_queries(weights, config, q_latent, rotary), cache.index_keys)
+    parts = (
+        all_gather(layout, queries, tokens, 1),
+        all_gather(layout, head_weights(weights, config, x), tokens, 1),
+        places.seen,
     )
+
+    def scores(queries: jax.Array, weights: jax.Array, seen: jax.Array) -> jax.Array:
+        return index_scores(queries, weights, cache.index_keys, indexer, cache.page_table, seen, backend=backend)
+
     k = min(config.index_topk, cache.capacity)
+    alone = not layout.axes_of("kv_pages")
     if as_mask:
-        return Selection(mask=topk_mask(scores, k, backend=backend))
-    return Selection(indices=topk_indices(scores, k, backend=backend))
+        found = scores(*parts)
+        if alone:
+            return Selection(mask=topk_mask(found, k, backend=backend))
+        indices = topk_indices(found, k, backend=backend)
+        score, position = _last_of_best(layout, config, cache, indices, _scores_at(found, indices))
+        place = Deal.of(layout, cache).positions(jnp.arange(cache.capacity))
+        better = (found > score[..., None]) | ((found == score[..., None]) & (place <= position[..., None]))
+        return Selection(mask=better & (found > -jnp.inf))
+
+    def best(part: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        found = scores(*part)
+        indices = topk_indices(found, k, backend=backend)
+        return indices, _scores_at(found, indices)
+
+    # Scores of a long chunk with a long context are never there all at once.
+    rows = max(1, _BLOCK_SCORES // (x.shape[0] * cache.capacity))
+    indices, found = map_tokens(best, parts, rows)
+    if alone:
+        return Selection(indices=indices)
+    score, position = _last_of_best(layout, config, cache, indices, found)
+    place = Deal.of(layout, cache).positions(indices)
+    better = (found > score[..., None]) | ((found == score[..., None]) & (place <= position[..., None]))
+    return Selection(indices=jnp.where(better, indices, -1))
+
+
+def _scores_at(scores: jax.Array, indices: jax.Array) -> jax.Array:
+    """The scores of a selection, minus infinity for -1."""
+    return jnp.where(indices >= 0, jnp.take_along_axis(scores, jnp.maximum(indices, 0), axis=-1), -jnp.inf)
+
+
+def _last_of_best(
+    layout: Layout, config: ModelConfig, cache: Cache, indices: jax.Array, scores: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Score and position of the last one that is selected, over all devices, for each query.
+
+    One of `index_topk`, in the order of selection: higher score first, then lower position. What comes before it on any
+    device is selected too. Each device finds it for some of the queries, from every device's own best.
+
+    Args:
+        indices, scores: `[batch, tokens, k]`, this device's best.
+
+    Returns:
+        float32 and int32 `[batch, tokens]`; minus infinity where there are no `index_topk` positions to select from.
+    """
+    axes = layout.axes_of("kv_pages")
+    count, shape = layout.size(axes), indices.shape
+    places = Deal.of(layout, cache).positions(indices)
+    pad = -(shape[0] * shape[1]) % count
+
+    def exchanged(values: jax.Array, fill: float) -> jax.Array:
+        """Every device's values for the queries that this device decides, `[queries, count * k]`."""
+        rows = jnp.pad(values.reshape(-1, shape[2]), ((0, pad), (0, 0)), constant_values=fill)
+        rows = all_to_all(layout, rows.reshape(count, -1, shape[2]), axes)
+        return jnp.moveaxis(rows, 0, 1).reshape(rows.shape[1], -1)
+
+    ranked, places = exchanged(scores, -jnp.inf), exchanged(places, -1)
+    ranked, places = jax.lax.sort((-ranked, places), num_keys=2)
+    last = min(config.index_topk, ranked.shape[1]) - 1
+    found = all_gather(layout, -ranked[:, last], axes), all_gather(layout, places[:, last], axes)
+    score, position = (values[: shape[0] * shape[1]].reshape(shape[:2]) for values in found)
+    return score, position
 
 
 def _rotate_first(config: ModelConfig, x: jax.Array, rotary: Rotary) -> jax.Array:

@@ -16,12 +16,13 @@ import numpy as np
 
 from glm52_jax import mtp
 from glm52_jax.block import Forms, LayerPlace, block
-from glm52_jax.cache import Cache
+from glm52_jax.cache import Cache, Places
 from glm52_jax.config import SPARSE, ModelConfig
 from glm52_jax.errors import InputError
-from glm52_jax.primitives import Rotary, linear, rms_norm
+from glm52_jax.primitives import Rotary, rms_norm
 from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
 from glm52_jax.selection import Selection
+from sharding.layout import SINGLE, Layout
 
 Params = dict[str, Any]
 """Nested dictionaries of arrays, by the paths of the parameter table: `params["attention"]["q_b"]`."""
@@ -81,12 +82,13 @@ def extend(
     Returns:
         Hidden states after the final norm `[batch, tokens, embed]`, the cache with the chunk in it, the trace.
     """
-    x = mtp.embed(params["embed"], tokens, compute_dtype(params))
+    x = mtp.embed(params["embed"], tokens, compute_dtype(params), forms.layout)
+    places = Places.of(forms.layout, cache, positions)
     rotary = Rotary.at(positions, config.qk_rope_head_dim, config.rope_theta)
 
     def body(carry: tuple[jax.Array, Cache, Selection], place: LayerPlace) -> tuple[Any, LayerTrace | None]:
         before, cache, selection = carry
-        x, cache, selection, experts = block(params, config, place, before, rotary, positions, cache, selection, forms)
+        x, cache, selection, experts = block(params, config, place, before, rotary, places, cache, selection, forms)
         return (x, cache, selection), LayerTrace(before, selection, experts) if traced else None
 
     start = (x, cache, forms.no_selection(config, cache, *tokens.shape))
@@ -100,9 +102,9 @@ def scan_layers(body: Any, start: Any, plan: LayerPlace, unroll: int) -> Any:
     return jax.lax.scan(lambda carry, place: body(carry, place._replace(**known)), start, plan, unroll=unroll)
 
 
-def head(params: Params, hidden: jax.Array) -> jax.Array:
+def head(params: Params, hidden: jax.Array, layout: Layout = SINGLE) -> jax.Array:
     """float32 logits `[..., vocab]` of hidden states after the final norm."""
-    return linear(hidden, params["head"], dtype=jnp.float32)
+    return mtp.logits_of(params["head"], hidden, layout)
 
 
 def compute_dtype(params: Params) -> jnp.dtype:
@@ -156,7 +158,12 @@ def trace(
 
 @partial(jax.jit, static_argnames=("config", "forms", "form"))
 def _forward(
-    params: Params, config: ModelConfig, tokens: jax.Array, mask: jax.Array, forms: Forms, form: CacheFormat
+    params: Params,
+    config: ModelConfig,
+    tokens: jax.Array,
+    mask: jax.Array,
+    forms: Forms,
+    form: CacheFormat = PLAIN_CACHE,
 ) -> jax.Array:
     order = _real_first(mask)
     hidden, _, _ = _whole(params, config, tokens, mask, order, forms, form, traced=False)
@@ -165,7 +172,12 @@ def _forward(
 
 @partial(jax.jit, static_argnames=("config", "forms", "form"))
 def _trace(
-    params: Params, config: ModelConfig, tokens: jax.Array, mask: jax.Array, forms: Forms, form: CacheFormat
+    params: Params,
+    config: ModelConfig,
+    tokens: jax.Array,
+    mask: jax.Array,
+    forms: Forms,
+    form: CacheFormat = PLAIN_CACHE,
 ) -> Trace:
     order = _real_first(mask)
     hidden, cache, layers = _whole(params, config, tokens, mask, order, forms, form, traced=True)

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from glm52_jax.config import ModelConfig
 from glm52_jax.kernels.experts.api import routed_experts
 from glm52_jax.primitives import linear, swiglu, take
+from sharding.collectives import psum
+from sharding.layout import SINGLE, Layout
 
 
 def route(
@@ -53,7 +55,14 @@ def _within_best_groups(ranked: jax.Array, config: ModelConfig) -> jax.Array:
 
 
 def moe(
-    stack: dict[str, Any], config: ModelConfig, layer: jax.Array | int, x: jax.Array, real: jax.Array, *, backend: str
+    stack: dict[str, Any],
+    config: ModelConfig,
+    layer: jax.Array | int,
+    x: jax.Array,
+    real: jax.Array,
+    *,
+    backend: str,
+    layout: Layout = SINGLE,
 ) -> tuple[jax.Array, jax.Array]:
     """One MoE layer.
 
@@ -69,6 +78,19 @@ def moe(
     flat = x.reshape(-1, x.shape[-1])
     router, bias = take((stack["router"], stack["router_bias"]), layer)
     experts, gates = route(router, bias, config, flat, real.reshape(-1))
-    routed = routed_experts(flat, experts, gates, stack["gate_up"], stack["down"], layer, backend=backend)
-    shared = swiglu(flat, stack["shared_gate_up"], stack["shared_down"], layer)
+    weights = stack["gate_up"], stack["down"]
+    if layout.devices == 1:
+        routed = routed_experts(flat, experts, gates, *weights, layer, backend=backend)
+    else:
+        from glm52_jax.moe_dispatch import dispatch_experts
+
+        routed = dispatch_experts(layout, flat, experts, gates, *weights, layer, backend=backend)
+    shared = sharded_mlp(layout, flat, stack["shared_gate_up"], stack["shared_down"], layer)
     return (routed + shared.astype(jnp.float32)).astype(x.dtype).reshape(x.shape), experts
+
+
+def sharded_mlp(layout: Layout, x: jax.Array, gate_up: Any, down: Any, layer: jax.Array | int) -> jax.Array:
+    """A dense MLP of which each device has a part of the width; as `swiglu`."""
+    axes = layout.axes_of("mlp")
+    out = swiglu(x, gate_up, down, layer, dtype=jnp.float32 if axes else None)
+    return psum(layout, out, axes).astype(x.dtype)

@@ -16,10 +16,12 @@ import jax
 import jax.numpy as jnp
 
 from glm52_jax.block import Forms, LayerPlace, block
-from glm52_jax.cache import Cache
+from glm52_jax.cache import Cache, Places
 from glm52_jax.config import ModelConfig
 from glm52_jax.primitives import Rotary, linear, rms_norm
 from glm52_jax.selection import Selection
+from sharding.collectives import all_gather, index, psum
+from sharding.layout import SINGLE, Layout
 
 
 def advance(
@@ -46,7 +48,7 @@ def advance(
         selection that was used.
     """
     weights = params["mtp"]
-    embedding = embed(weights.get("embed", params["embed"]), next_tokens, hidden.dtype)
+    embedding = embed(weights.get("embed", params["embed"]), next_tokens, hidden.dtype, forms.layout)
     x = jnp.concatenate(
         [
             rms_norm(embedding, weights["embed_norm"], config.rms_norm_eps),
@@ -59,15 +61,29 @@ def advance(
     place = LayerPlace.of_mtp(config, own_selection=selection is None)
     if selection is None:
         selection = forms.no_selection(config, cache, *positions.shape)
-    x, cache, selection, _ = block(params, config, place, x, rotary, positions, cache, selection, forms)
+    places = Places.of(forms.layout, cache, positions)
+    x, cache, selection, _ = block(params, config, place, x, rotary, places, cache, selection, forms)
     return rms_norm(x, weights["norm"], config.rms_norm_eps), cache, selection
 
 
-def logits(params: dict[str, Any], hidden: jax.Array) -> jax.Array:
+def logits(params: dict[str, Any], hidden: jax.Array, layout: Layout = SINGLE) -> jax.Array:
     """float32 `[..., vocab]` of the layer's output, by the model's own head unless the file has another."""
-    return linear(hidden, params["mtp"].get("head", params["head"]), dtype=jnp.float32)
+    return logits_of(params["mtp"].get("head", params["head"]), hidden, layout)
 
 
-def embed(table: jax.Array, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def logits_of(head: jax.Array, hidden: jax.Array, layout: Layout = SINGLE) -> jax.Array:
+    """float32 `[..., vocab]` of hidden states; on a mesh every device gets those of the whole vocabulary."""
+    own = linear(hidden, head, dtype=jnp.float32)
+    return all_gather(layout, own, layout.axes_of("vocab"), own.ndim - 1)
+
+
+def embed(table: jax.Array, tokens: jax.Array, dtype: jnp.dtype, layout: Layout = SINGLE) -> jax.Array:
     """Rows of the embedding; a token that is no row of it (padding may be anything) reads the nearest one."""
-    return jnp.take(table, tokens, axis=0, mode="clip").astype(dtype)
+    axes = layout.axes_of("vocab")
+    if not axes:
+        return jnp.take(table, tokens, axis=0, mode="clip").astype(dtype)
+    rows = table.shape[0]
+    row = jnp.clip(tokens, 0, rows * layout.size(axes) - 1) - index(layout, axes) * rows
+    found = jnp.take(table, row, axis=0, mode="clip").astype(dtype)
+    # One device has the row, the others add zero.
+    return psum(layout, jnp.where(((row >= 0) & (row < rows))[..., None], found, jnp.zeros((), dtype)), axes)

@@ -82,7 +82,7 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> j
     return values * scale.astype(jnp.float32) + bias.astype(jnp.float32)
 
 
-def swiglu(x: jax.Array, gate_up: Weight, down: Weight, *index: Any) -> jax.Array:
+def swiglu(x: jax.Array, gate_up: Weight, down: Weight, *index: Any, dtype: Any = None) -> jax.Array:
     """`mlp` with one layer's or one expert's weights out of stacks.
 
     Args:
@@ -90,14 +90,15 @@ def swiglu(x: jax.Array, gate_up: Weight, down: Weight, *index: Any) -> jax.Arra
         gate_up: stack `[..., 2, width, embed]`.
         down: stack `[..., embed, width]`.
         index: which MLP of the stacks, an index for each of their leading dimensions.
+        dtype: of the result, by default that of `x`.
     """
-    return mlp(x, take(gate_up, *index, 0), take(gate_up, *index, 1), take(down, *index))
+    return mlp(x, take(gate_up, *index, 0), take(gate_up, *index, 1), take(down, *index), dtype=dtype)
 
 
-def mlp(x: jax.Array, gate: Weight, up: Weight, down: Weight) -> jax.Array:
+def mlp(x: jax.Array, gate: Weight, up: Weight, down: Weight, *, dtype: Any = None) -> jax.Array:
     """`down(silu(gate(x)) * up(x))`; `x` `[..., embed]`, `gate` and `up` `[width, embed]`, `down` `[embed, width]`."""
     hidden = jax.nn.silu(linear(x, gate, dtype=jnp.float32)) * linear(x, up, dtype=jnp.float32)
-    return linear(hidden.astype(x.dtype), down)
+    return linear(hidden.astype(x.dtype), down, dtype=dtype)
 
 
 def hadamard(x: jax.Array) -> jax.Array:

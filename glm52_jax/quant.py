@@ -6,6 +6,7 @@ what a cache's row is made of that of `row_formats`.
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeVar
 
 import flax.struct
@@ -27,19 +28,24 @@ class BlockQuantized:
     Attributes:
         codes: float8_e4m3fn or int8 `[..., out, in]`.
         scales: float32 `[..., ceil(out / rows), ceil(in / columns)]`; the last block of a dimension may be cut.
-        view: shape of one matrix as the model computes with it, a reshape of `[out, in]`.
+        view: shape of one whole matrix as the model computes with it, a reshape of `[out, in]`. Where the codes are one
+            device's part of it, the first dimension of the rows or of the columns is as much smaller.
         block: (rows, columns) of a block.
+        row_dims: how many dimensions of `view` are the rows.
     """
 
     codes: jax.Array
     scales: jax.Array
     view: tuple[int, ...] = flax.struct.field(pytree_node=False)
     block: tuple[int, int] = flax.struct.field(pytree_node=False, default=(128, 128))
+    row_dims: int = flax.struct.field(pytree_node=False, default=1)
 
     def dequantize(self, dtype: jnp.dtype) -> jax.Array:
         """The plain weights `[..., *view]` in `dtype`, rounded once from the float32 product."""
         weights = dequantize_blocks(self.codes, self.scales, self.block).astype(dtype)
-        return weights.reshape(*self.codes.shape[:-2], *self.view)
+        rows, columns = self.view[: self.row_dims], self.view[self.row_dims :]
+        held = self.codes.shape[-2] // math.prod(rows[1:]), self.codes.shape[-1] // math.prod(columns[1:])
+        return weights.reshape(*self.codes.shape[:-2], held[0], *rows[1:], held[1], *columns[1:])
 
 
 Weight = jax.Array | BlockQuantized

@@ -115,6 +115,16 @@ class Param:
         return (shape[0], self.rows[1] - self.rows[0], *shape[2:]) if self.rows else shape
 
     @property
+    def row_dims(self) -> int:
+        """How many dimensions of `view` the rows of the published tensor are split into."""
+        dims, size = 0, 1
+        for length in self.view or self.tensor_shape:
+            if size == self.tensor_shape[0] and dims:
+                break
+            dims, size = dims + 1, size * length
+        return dims
+
+    @property
     def experts(self) -> int | None:
         """Number of experts the published tensors run over."""
         return self.shape[0] if any("{expert}" in t for t in self.tensors) else None
@@ -256,10 +266,10 @@ def _mlp(c: ModelConfig) -> tuple[Param, ...]:
     d, e = c.hidden_size, c.n_routed_experts
 
     def mlp(path: str, part: str, stack: Stack, name: str, width: int, lead: tuple[str, ...] = ()) -> tuple[Param, ...]:
-        shape = (e,) * len(lead)
+        shape, axis = (e,) * len(lead), "expert_mlp" if lead else "mlp"
         down = (f"{name}.down_proj.weight",)
         both = (f"{name}.gate_proj.weight", f"{name}.up_proj.weight")
-        up_axes, down_axes = (*lead, None, "mlp", "embed"), (*lead, "embed", "mlp")
+        up_axes, down_axes = (*lead, None, axis, "embed"), (*lead, "embed", axis)
         return (
             Param(f"{path}gate_up", part, stack, (*shape, 2, width, d), up_axes, both, (width, d), fp8=True),
             Param(f"{path}down", part, stack, (*shape, d, width), down_axes, down, (d, width), fp8=True),
@@ -267,10 +277,16 @@ def _mlp(c: ModelConfig) -> tuple[Param, ...]:
 
     return (
         *mlp("dense.", "dense MLP", Stack.DENSE, "mlp", c.intermediate_size),
-        _matrix("moe.router", "router", Stack.MOE, "mlp.gate.weight", (e, d), ("experts", "embed")),
+        _matrix("moe.router", "router", Stack.MOE, "mlp.gate.weight", (e, d), ("router_experts", "embed")),
         dataclasses.replace(
             _vector(
-                "moe.router_bias", "router", Stack.MOE, "mlp.gate.e_score_correction_bias", e, "experts", init="zeros"
+                "moe.router_bias",
+                "router",
+                Stack.MOE,
+                "mlp.gate.e_score_correction_bias",
+                e,
+                "router_experts",
+                init="zeros",
             ),
             float32=True,
         ),

@@ -19,6 +19,7 @@ from glm52_jax.errors import InputError
 from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
 from infer.sampling import Sampling
 from infer.steps import StepProvider
+from sharding.layout import SINGLE, Layout
 
 CHUNK = 512
 """Tokens of each prompt in a prefill step, unless the prompts are shorter."""
@@ -69,6 +70,7 @@ def generate(
     chunk: int = CHUNK,
     backend: str | None = None,
     cache_format: CacheFormat | None = None,
+    layout: Layout | None = None,
 ) -> list[list[int]]:
     """Continues every prompt.
 
@@ -85,6 +87,7 @@ def generate(
         chunk: tokens of each prompt in a prefill step.
         backend: backend of the kernels; the best for the platform when None.
         cache_format: how the cache keeps its rows; plain when None.
+        layout: how the work is divided over all devices, as `params` are; one device when None.
 
     Returns:
         The new tokens of each prompt, without the one that ended it.
@@ -106,6 +109,7 @@ def generate(
         chunk=chunk,
         backend=backend,
         cache_format=cache_format,
+        layout=layout,
     )
     texts: list[list[int]] = [[] for _ in prompts]
     for row, tokens in generation:
@@ -136,6 +140,7 @@ class Generation:
         chunk: int = CHUNK,
         backend: str | None = None,
         cache_format: CacheFormat | None = None,
+        layout: Layout | None = None,
     ):
         self.params, self.prompts, self.max_new_tokens = params, prompts, max_new_tokens
         _check_prompts(config, prompts, max_new_tokens)
@@ -143,19 +148,24 @@ class Generation:
         seeds = [int(seed) + row for row in range(len(prompts))] if isinstance(seed, int | np.integer) else list(seed)
         if len(seeds) != len(prompts):
             raise InputError(f"seed has {len(seeds)} entries for {len(prompts)} prompts")
-        sampling = Sampling.of(len(prompts), temperature, top_p, seeds)
+        layout = layout or SINGLE
+        # Rows of nothing but padding make the batch a multiple of the devices that share it.
+        self._rows = -(-len(prompts) // layout.parts("batch")) * layout.parts("batch")
+        sampling = Sampling.of(self._rows, temperature, top_p, seeds + [0] * (self._rows - len(prompts)))
         self.sampling = sampling if temperature > 0 else None
         self.stop_ids = frozenset(config.eos_token_ids if stop_ids is None else stop_ids)
         self.provider = StepProvider.of(
             params,
             config,
-            batch=len(prompts),
+            batch=self._rows,
             capacity=min(_rounded(longest + max_new_tokens), config.max_position_embeddings),
-            chunk=_chunk(chunk, longest),
+            chunk=_chunk(chunk, longest, layout.parts("tokens")),
             draft_tokens=draft_tokens,
             sampled=self.sampling is not None,
             backend=backend,
             cache_format=cache_format or PLAIN_CACHE,
+            layout=layout,
+            mesh=layout.mesh() if layout.devices > 1 else None,
         )
         self.figures = Figures(accepted=[0] * draft_tokens)
         self.reasons: list[str | None] = [None] * len(prompts)
@@ -168,13 +178,13 @@ class Generation:
             return
         state = self.provider.state()
         state, first = self._prefill(state)
-        yield from self._emit(first[:, None], np.zeros(len(self.prompts), np.int64))
+        yield from self._emit(first[:, None], np.zeros(self._rows, np.int64))
         drafting = self.provider.draft_tokens > 0
         step = self.provider.verify(self.params) if drafting else self.provider.decode(self.params)
         while None in self.reasons:
-            active = np.array([reason is None for reason in self.reasons])
+            active = np.array([reason is None for reason in self.reasons] + [False] * (self._rows - len(self.prompts)))
             start = time.perf_counter()
-            state, *found = step(self.params, state, active, self.sampling)
+            state, *found = step(self.params, state, *self.provider.placed("_decode", active, self.sampling))
             tokens, *counts = (np.asarray(f) for f in found)
             seconds = time.perf_counter() - start
             accepted = counts[0] if drafting else np.zeros(len(active), np.int64)
@@ -188,7 +198,7 @@ class Generation:
     def _prefill(self, state: Any) -> tuple[Any, np.ndarray]:
         """All prompts chunk by chunk, right-padded; the token after each of them."""
         step, chunk = self.provider.prefill(self.params), self.provider.chunk
-        lengths = np.array([len(p) for p in self.prompts])
+        lengths = np.array([len(p) for p in self.prompts] + [0] * (self._rows - len(self.prompts)))
         padded = np.full((len(lengths), -(-lengths.max() // chunk) * chunk + 1), -1, np.int32)
         for row, prompt in enumerate(self.prompts):
             padded[row, : len(prompt)] = prompt
@@ -198,15 +208,8 @@ class Generation:
             positions = np.where(columns < lengths[:, None], columns, -1).astype(np.int32)
             last = np.where((lengths > begin) & (lengths <= begin + chunk), lengths - 1 - begin, -1).astype(np.int32)
             start = time.perf_counter()
-            state, token = step(
-                self.params,
-                state,
-                padded[:, columns],
-                positions,
-                padded[:, columns + 1],
-                last,
-                self.sampling,
-            )
+            chunk_of = padded[:, columns], positions, padded[:, columns + 1]
+            state, token = step(self.params, state, *self.provider.placed("_prefill", *chunk_of, last, self.sampling))
             first = np.where(last >= 0, np.asarray(token), first)
             self._count_prefill(time.perf_counter() - start, int((positions >= 0).sum()))
         return state, first
@@ -254,11 +257,15 @@ class Generation:
         return True
 
 
-def _chunk(chunk: int, longest: int) -> int:
-    """`chunk`, or for shorter prompts the power of two that holds them, so that few lengths compile anew."""
+def _chunk(chunk: int, longest: int, parts: int) -> int:
+    """`chunk`, or for shorter prompts the power of two that holds them, so that few lengths compile anew.
+
+    The devices that divide it have as many tokens each.
+    """
     if chunk < 1:
         raise InputError(f"chunk is {chunk}, expected at least 1")
-    return min(chunk, max(16, 1 << (longest - 1).bit_length())) if chunk > 16 else chunk
+    chunk = min(chunk, max(16, 1 << (longest - 1).bit_length())) if chunk > 16 else chunk
+    return -(-chunk // parts) * parts
 
 
 def _rounded(tokens: int) -> int:

@@ -74,7 +74,7 @@ def draft(
             state, cache, _ = mtp.advance(
                 params, config, state, drafts[-1][:, None], position, cache, forms, selection=shared
             )
-        logits = mtp.logits(params, state[:, 0])
+        logits = mtp.logits(params, state[:, 0], forms.layout)
         if sampling is None:
             drafts.append(jnp.argmax(logits, axis=-1).astype(jnp.int32))
         else:

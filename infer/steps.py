@@ -15,6 +15,8 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from glm52_jax import mtp
 from glm52_jax.block import Forms
@@ -22,9 +24,12 @@ from glm52_jax.cache import PAGE_SIZE, Cache
 from glm52_jax.config import ModelConfig
 from glm52_jax.errors import InputError
 from glm52_jax.model import compute_dtype, extend, head
+from glm52_jax.placement import batch_spec, cache_specs, param_specs
 from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
 from infer.sampling import Sampling, next_token
 from infer.speculative import MAX_DRAFT_TOKENS, Window, accept, draft
+from sharding.collectives import all_gather, index, psum
+from sharding.layout import SINGLE, Layout
 
 
 @flax.struct.dataclass
@@ -82,6 +87,8 @@ class StepProvider:
         backend: see `kernels.resolve_backend`.
         page_size: rows a page of the cache.
         cache_format: how the cache keeps its rows.
+        layout: how the step is divided over the devices of `mesh`; its batch axes divide `batch`.
+        mesh: None for one device.
     """
 
     config: ModelConfig
@@ -94,6 +101,8 @@ class StepProvider:
     backend: str | None = None
     page_size: int = PAGE_SIZE
     cache_format: CacheFormat = PLAIN_CACHE
+    layout: Layout = SINGLE
+    mesh: Mesh | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
@@ -103,6 +112,16 @@ class StepProvider:
                 f"{self.capacity} tokens are asked for, more than max_position_embeddings "
                 f"{self.config.max_position_embeddings}"
             )
+        if (self.mesh is None) != (self.layout.devices == 1):
+            raise InputError(
+                f"layout {self.layout.name} has {self.layout.devices} devices, but there is no mesh of them"
+            )
+        for what, size, name in (("batch", self.batch, "batch"), ("chunk", self.chunk, "tokens")):
+            if size % self.layout.parts(name):
+                raise InputError(
+                    f"{what} is {size}, expected a multiple of {self.layout.parts(name)}, the devices that layout "
+                    f"{self.layout.name} has for it"
+                )
 
     @classmethod
     def of(cls, params: dict[str, Any], config: ModelConfig, **shapes: Any) -> StepProvider:
@@ -125,21 +144,34 @@ class StepProvider:
 
     def state(self) -> State:
         """An empty state."""
-        room = self.draft_tokens + 1
+        if self.mesh is None:
+            return self._own_state()
+        return _sharded_state(self)()
+
+    def _own_state(self) -> State:
+        """One device's part of an empty state."""
+        room, batch = self.draft_tokens + 1, self.batch // self.layout.parts("batch")
         return State(
             # Drafts of a sequence at its end reach past its last token.
             cache=Cache.create(
                 self._cached,
-                self.batch,
+                batch,
                 self.capacity + self.draft_tokens,
                 dtype=self.dtype,
                 page_size=self.page_size,
                 form=self.cache_format,
+                layout=self.layout,
             ),
-            token=jnp.zeros(self.batch, jnp.int32),
-            position=jnp.full(self.batch, -1, jnp.int32),
-            window=Window.empty(self.batch, room, self.config.hidden_size, self.dtype) if self.draft_tokens else None,
+            token=jnp.zeros(batch, jnp.int32),
+            position=jnp.full(batch, -1, jnp.int32),
+            window=Window.empty(batch, room, self.config.hidden_size, self.dtype) if self.draft_tokens else None,
         )
+
+    def state_specs(self) -> State:
+        """Specs of the state on the mesh."""
+        state, row = jax.eval_shape(self._own_state), batch_spec(self.layout)
+        specs = jax.tree.map(lambda _: row, state)
+        return dataclasses.replace(specs, cache=cache_specs(state.cache, self.layout))
 
     def prefill(self, params: dict[str, Any]) -> Step:
         """A chunk of every prompt; `params` may be shapes.
@@ -174,12 +206,17 @@ class StepProvider:
     def _step(self, method: str, params: dict[str, Any], arguments: dict[str, Any]) -> Step:
         params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
         state = jax.eval_shape(self.state)
+        if self.mesh is not None:
+            whole = (params, state, *arguments.values())
+            specs = self._specs(method, params, arguments)
+            params, state, *rest = _with_shardings(whole, specs, self.mesh)
+            arguments = dict(zip(arguments, rest, strict=True))
         return Step(
             function=getattr(self, method),
             arguments=(params, state, *arguments.values()),
             names=("params", "state", *arguments),
             donated=("state",),
-            jitted=_jitted(self, method),
+            jitted=_jitted(self, method, tuple(arguments)),
         )
 
     def _sampling(self) -> Sampling | None:
@@ -187,8 +224,56 @@ class StepProvider:
             return None
         return jax.eval_shape(lambda: Sampling.of(self.batch, 0.0, 1.0, [0] * self.batch))
 
-    def _forms(self, tokens: int) -> Forms:
-        return Forms.best(tokens, backend=self.backend)
+    def _specs(self, method: str, params: dict[str, Any], arguments: Any) -> tuple[Any, ...]:
+        """Specs of the arguments of a step: parameters, state, then arrays with a row a sequence."""
+        assert self.mesh is not None
+        chunk = ("tokens", "positions", "next_tokens") if method == "_prefill" else ()
+        specs = [batch_spec(self.layout, *(("tokens",) if name in chunk else ())) for name in arguments]
+        return (param_specs(params, self.config, self.layout, self.mesh), self.state_specs(), *specs)
+
+    def placed(self, method: str, *values: Any) -> tuple[Any, ...]:
+        """Arrays of the host, which every process has whole, where a step wants them: its arguments after the state."""
+        if self.mesh is None:
+            return values
+        names = {"_prefill": ("tokens", "positions", "next_tokens", "last", "sampling")}.get(
+            method, ("active", "sampling")
+        )
+        specs = self._specs(method, {}, names)[2:]
+
+        def put(spec: PartitionSpec, value: Any) -> jax.Array:
+            value, sharding = np.asarray(value), NamedSharding(self.mesh, spec)
+            return jax.make_array_from_callback(value.shape, sharding, lambda part: value[part])
+
+        return tuple(jax.tree.map(lambda leaf, s=spec: put(s, leaf), v) for spec, v in zip(specs, values, strict=True))
+
+    def sharded(self, method: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
+        """The step on all shards of the mesh, with collectives where it says so and nowhere else."""
+        assert self.mesh is not None
+        results = {"_prefill": 1, "_decode": 1, "_verify": 2}[method]
+
+        def run(params: dict[str, Any], state: State, *rest: Any) -> Any:
+            return jax.shard_map(
+                getattr(self, method),
+                mesh=self.mesh,
+                in_specs=self._specs(method, params, arguments),
+                out_specs=(self.state_specs(), *[PartitionSpec()] * results),
+                check_vma=False,
+            )(params, state, *rest)
+
+        return run
+
+    def _forms(self, tokens: int, layout: Layout) -> Forms:
+        platform = self.mesh.devices.flat[0].platform if self.mesh is not None else None
+        return Forms.best(tokens, platform=platform, backend=self.backend, layout=layout)
+
+    @property
+    def _undivided(self) -> Layout:
+        """The layout of steps of a few tokens, which are not divided among devices."""
+        return self.layout.with_rules(tokens=())
+
+    def _everyones(self, rows: jax.Array) -> jax.Array:
+        """The rows of all sequences, on every device."""
+        return all_gather(self.layout, rows, self.layout.axes_of("batch"), 0)
 
     def _prefill(
         self,
@@ -200,13 +285,19 @@ class StepProvider:
         last: jax.Array,
         sampling: Sampling | None,
     ) -> tuple[State, jax.Array]:
-        forms = self._forms(tokens.shape[1])
+        layout, width = self.layout, tokens.shape[1]
+        forms = self._forms(self.chunk, layout)
         hidden, cache, _ = extend(params, self._cached, tokens, positions, state.cache, forms)
         ended = last >= 0
-        column = jnp.maximum(last, 0)[:, None]
-        final = jnp.take_along_axis(hidden, column[..., None], axis=1)
-        end = jnp.take_along_axis(positions, column, axis=1)[:, 0]
-        token = next_token(head(params, final[:, 0]), sampling, end + 1)
+        # One of the devices along `tokens` has the last token of a prompt; the others add zero.
+        column = jnp.maximum(last, 0) - index(layout, layout.axes_of("tokens")) * width
+        mine = (column >= 0) & (column < width)
+        column = jnp.clip(column, 0, width - 1)[:, None]
+        final = jnp.where(mine[:, None, None], jnp.take_along_axis(hidden, column[..., None], axis=1), 0)
+        final = psum(layout, final, layout.axes_of("tokens"))
+        end = jnp.where(mine, jnp.take_along_axis(positions, column, axis=1)[:, 0], 0)
+        end = psum(layout, end, layout.axes_of("tokens"))
+        token = next_token(head(params, final[:, 0], layout), sampling, end + 1)
         window = state.window
         if window is not None:
             known = jnp.where(next_tokens >= 0, positions, -1)
@@ -222,30 +313,28 @@ class StepProvider:
             position=jnp.where(ended, end + 1, state.position),
             window=window,
         )
-        return state, token
+        return state, self._everyones(token)
 
     def _decode(
         self, params: dict[str, Any], state: State, active: jax.Array, sampling: Sampling | None
     ) -> tuple[State, jax.Array]:
-        positions = jnp.where(active, state.position, -1)
-        hidden, cache, _ = extend(
-            params, self._cached, state.token[:, None], positions[:, None], state.cache, self._forms(1)
-        )
-        token = next_token(head(params, hidden[:, 0]), sampling, state.position + 1)
+        positions, forms = jnp.where(active, state.position, -1), self._forms(1, self._undivided)
+        hidden, cache, _ = extend(params, self._cached, state.token[:, None], positions[:, None], state.cache, forms)
+        token = next_token(head(params, hidden[:, 0], forms.layout), sampling, state.position + 1)
         state = State(
             cache=cache,
             token=jnp.where(active, token, state.token),
             position=jnp.where(active, state.position + 1, state.position),
             window=state.window,
         )
-        return state, token
+        return state, self._everyones(token)
 
     def _verify(
         self, params: dict[str, Any], state: State, active: jax.Array, sampling: Sampling | None
     ) -> tuple[State, jax.Array, jax.Array]:
         assert state.window is not None
         room = self.draft_tokens + 1
-        forms = self._forms(room)
+        forms = self._forms(room, self._undivided)
         window = dataclasses.replace(state.window, positions=jnp.where(active[:, None], state.window.positions, -1))
         drafts, distributions, cache = draft(
             params, self._cached, window, state.cache, self.draft_tokens, sampling, forms
@@ -253,7 +342,7 @@ class StepProvider:
         tokens = jnp.concatenate([state.token[:, None], drafts], axis=1)
         positions = jnp.where(active[:, None], state.position[:, None] + jnp.arange(room), -1)
         hidden, cache, _ = extend(params, self._cached, tokens, positions, cache, forms)
-        own, accepted = accept(head(params, hidden), drafts, distributions, sampling, state.position + 1)
+        own, accepted = accept(head(params, hidden, forms.layout), drafts, distributions, sampling, state.position + 1)
         kept = jnp.arange(room) <= accepted[:, None]
         newest = jnp.take_along_axis(own, accepted[:, None], axis=1)[:, 0]
         state = State(
@@ -262,10 +351,32 @@ class StepProvider:
             position=jnp.where(active, state.position + accepted + 1, state.position),
             window=Window(hidden=hidden, tokens=own, positions=jnp.where(kept, positions, -1)),
         )
-        return state, own, accepted
+        return state, self._everyones(own), self._everyones(accepted)
 
 
 @lru_cache(maxsize=64)
-def _jitted(provider: StepProvider, method: str) -> Any:
+def _jitted(provider: StepProvider, method: str, arguments: tuple[str, ...]) -> Any:
     # Keyed by the provider's value: bound methods of equal providers are not equal themselves.
-    return jax.jit(getattr(provider, method), donate_argnums=1)
+    function = getattr(provider, method) if provider.mesh is None else provider.sharded(method, arguments)
+    return jax.jit(function, donate_argnums=1)
+
+
+@lru_cache(maxsize=64)
+def _sharded_state(provider: StepProvider) -> Any:
+    specs = provider.state_specs()
+    return jax.jit(
+        jax.shard_map(provider._own_state, mesh=provider.mesh, in_specs=(), out_specs=specs, check_vma=False)
+    )
+
+
+def _with_shardings(values: tuple[Any, ...], specs: tuple[Any, ...], mesh: Mesh) -> list[Any]:
+    """Trees of shapes with the shardings of specs, which stand for whole arguments where those are trees."""
+
+    def one(spec: PartitionSpec, subtree: Any) -> Any:
+        sharding = NamedSharding(mesh, spec)
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), subtree)
+
+    return [
+        jax.tree.map(one, spec, value, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        for spec, value in zip(specs, values, strict=True)
+    ]

@@ -24,6 +24,7 @@ Rules = tuple[tuple[str, tuple[str, ...]], ...]
 
 DEFAULT_RULES: Rules = (
     ("batch", (DATA, EXPERT)),
+    ("tokens", ()),
     ("kv_pages", (TENSOR,)),
     ("experts", (EXPERT,)),
     ("expert_mlp", (TENSOR,)),

@@ -19,7 +19,7 @@ import numpy as np
 from glm52_jax import indexer, mtp
 from glm52_jax.attention import attend, project
 from glm52_jax.block import Forms, LayerPlace, block
-from glm52_jax.cache import Cache
+from glm52_jax.cache import Cache, Places
 from glm52_jax.checkpoint.leaf_arrays import make_array
 from glm52_jax.checkpoint.leaf_slices import LeafForm
 from glm52_jax.checkpoint.leaf_values import Part, ValueReader, scales, weight
@@ -34,6 +34,7 @@ from glm52_jax.primitives import Rotary, linear, rms_norm, swiglu, take
 from glm52_jax.quant import BlockQuantized
 from glm52_jax.selection import Selection
 from glm52_jax.spec import Param, Stack, parameters
+from sharding.layout import SINGLE
 
 _CODES = tuple(DTYPES[name] for name in CODES)
 
@@ -202,31 +203,31 @@ def _layer(
     params: dict[str, Any], config: ModelConfig, place: LayerPlace, x: jax.Array, mask: jax.Array, backend: str
 ) -> dict[str, jax.Array]:
     """What a decoder layer computes, `[1, tokens, ...]`; its output is `block`'s."""
-    positions, rotary, cache, forms = _start(config, x.shape[1], backend)
-    out, cache, selection, _ = block(params, config, place, x, rotary, positions, cache, Selection(mask=mask), forms)
-    return _inside(params, config, place, x, rotary, positions, cache, selection, backend) | {"layer output": out}
+    places, rotary, cache, forms = _start(config, x.shape[1], backend)
+    out, cache, selection, _ = block(params, config, place, x, rotary, places, cache, Selection(mask=mask), forms)
+    return _inside(params, config, place, x, rotary, places, cache, selection, backend) | {"layer output": out}
 
 
 def _mtp_layer(params: dict[str, Any], config: ModelConfig, x: jax.Array, backend: str) -> dict[str, jax.Array]:
     """What the MTP layer computes; its output is `mtp.advance`'s."""
-    positions, rotary, cache, forms = _start(config, x.shape[1], backend)
-    weights, eps, next_tokens = params["mtp"], config.rms_norm_eps, positions
+    places, rotary, cache, forms = _start(config, x.shape[1], backend)
+    weights, eps, next_tokens = params["mtp"], config.rms_norm_eps, places.positions
     hidden = rms_norm(x, params["norm"], eps)
-    out, cache, selection = mtp.advance(params, config, hidden, next_tokens, positions, cache, forms)
+    out, cache, selection = mtp.advance(params, config, hidden, next_tokens, places.positions, cache, forms)
     both = [rms_norm(params["embed"][None], weights["embed_norm"], eps), rms_norm(hidden, weights["hidden_norm"], eps)]
     x = linear(jnp.concatenate(both, axis=-1), weights["project"])
     place = LayerPlace.of_mtp(config, own_selection=True)
-    stages = _inside(params, config, place, x, rotary, positions, cache, selection, backend)
+    stages = _inside(params, config, place, x, rotary, places, cache, selection, backend)
     return stages | {"final norm": hidden, "MTP projection": x, "MTP output": out}
 
 
-def _start(config: ModelConfig, tokens: int, backend: str) -> tuple[jax.Array, Rotary, Cache, Forms]:
-    """Positions and tables of one text, an empty cache of one layer, and the forms that prefill takes."""
+def _start(config: ModelConfig, tokens: int, backend: str) -> tuple[Places, Rotary, Cache, Forms]:
+    """Places and tables of one text, an empty cache of one layer, and the forms that prefill takes."""
     positions = jnp.arange(tokens, dtype=jnp.int32)[None]
     rotary = Rotary.at(positions, config.qk_rope_head_dim, config.rope_theta)
     latent, keys = (jnp.zeros((1, 1, tokens, width)) for width in (config.latent_width, config.index_head_dim))
     cache = Cache(latent, keys, jnp.zeros((1, 1), jnp.int32))
-    return positions, rotary, cache, Forms("expanded", "mask", backend)
+    return Places.of(SINGLE, cache, positions), rotary, cache, Forms("expanded", "mask", backend)
 
 
 def _inside(
@@ -235,7 +236,7 @@ def _inside(
     place: LayerPlace,
     x: jax.Array,
     rotary: Rotary,
-    positions: jax.Array,
+    places: Places,
     cache: Cache,
     selection: Selection,
     backend: str,
@@ -250,16 +251,16 @@ def _inside(
         queries = indexer.index_queries(own, config, projected.q_latent, rotary)
         heads = indexer.head_weights(own, config, normed)
         out["index scores"] = index_scores(
-            queries, heads, cache.index_keys, 0, cache.page_table, positions, backend=backend
+            queries, heads, cache.index_keys, 0, cache.page_table, places.seen, backend=backend
         )
-    attention = attend(weights, config, projected, cache, 0, positions, selection, expanded=True, backend=backend)
+    attention = attend(weights, config, projected, cache, 0, places, selection, expanded=True, backend=backend)
     post = rms_norm(x + attention, weights["post_norm"], config.rms_norm_eps)
     assert selection.mask is not None
     out |= {"selected set": selection.mask, "attention output": attention, "post-attention norm": post}
     if place.dense:
         mlp = swiglu(post, params["dense"]["gate_up"], params["dense"]["down"], 0)
     else:
-        mlp, _ = moe(params["moe"], config, 0, post, positions >= 0, backend=backend)
+        mlp, _ = moe(params["moe"], config, 0, post, places.positions >= 0, backend=backend)
         out |= _routed(params["moe"], config, post[0])
     return out | {"MLP output": mlp, "layer output": x + attention + mlp}
 

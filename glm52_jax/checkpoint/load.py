@@ -224,6 +224,7 @@ def _leaf(plan: _Plan, reader: ValueReader, meter: _Meter) -> Any:
             make_array(scale_form.shape, np.dtype(np.float32), second, lambda t: reader.fill(scale_form, scale, t)),
             view=tuple(view),
             block=plan.codes,
+            row_dims=param.row_dims,
         )
     meter.finish(name for s in plan.stored for name in (s.name, s.scale) if name)
     return jax.block_until_ready(leaf)

@@ -21,13 +21,14 @@ import numpy as np
 
 from glm52_jax import mtp
 from glm52_jax.block import Forms, LayerPlace, block
-from glm52_jax.cache import Cache
+from glm52_jax.cache import Cache, Places
 from glm52_jax.checkpoint.load import load_params
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.config import FULL, ModelConfig, QuantizationConfig
 from glm52_jax.model import Params, head
 from glm52_jax.primitives import Rotary, rms_norm
 from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
+from sharding.layout import SINGLE
 
 BLOCK = (128, 128)
 
@@ -163,12 +164,13 @@ def _run(
     positions = jnp.concatenate([positions, positions])
     cache = Cache.create(config, 2 * batch, length, dtype=jnp.dtype(jnp.float32), page_size=length, form=form)
     rotary = Rotary.at(positions, config.qk_rope_head_dim, config.rope_theta)
+    places = Places.of(SINGLE, cache, positions)
     k = min(config.index_topk, length)
 
     def body(carry: Any, step: tuple[LayerPlace, jax.Array]) -> tuple[Any, Any]:
         (free, cache, selection), (place, stream) = carry, step
         before = jnp.concatenate([free, stream])
-        after, cache, selection, _ = block(params, config, place, before, rotary, positions, cache, selection, forms)
+        after, cache, selection, _ = block(params, config, place, before, rotary, places, cache, selection, forms)
         return (after[:batch], cache, selection), (free, after - before, selection.sorted_indices(k))
 
     free = mtp.embed(params["embed"], tokens, jnp.dtype(jnp.float32))

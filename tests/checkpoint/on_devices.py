@@ -36,7 +36,15 @@ from glm52_jax.spec import Param, Stack
 from tests.checkpoint.builders import EXPERTS, FP8, flat, random_params, small_config
 from tests.checkpoint.conversions import contents, run_convert
 
-RULES = {"experts": "expert", "heads": "tensor", "index_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+RULES = {
+    "experts": "expert",
+    "expert_mlp": "tensor",
+    "heads": "tensor",
+    "index_heads": "tensor",
+    "mlp": "tensor",
+    "router_experts": "expert",
+    "vocab": "tensor",
+}
 MESHES = [(1, 1), (2, 1), (1, 2), (1, 4), (2, 2), (4, 2), (2, 4), (8, 1)]
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {"dtype": "bfloat16"},  # cast from float32
@@ -237,8 +245,8 @@ def shardings_that_do_not_fit_are_refused_before_reading(folder: Path) -> None:
     cases: list[tuple[str, Callable[[Param], Any], str]] = [
         (
             "plain",
-            over({"experts": "expert"}, three),
-            "moe.router (5, 8, 64) cannot be sharded: dimension 1 (experts) has size 8, which mesh axis expert of 3 "
+            over({"router_experts": "expert"}, three),
+            "moe.router (5, 8, 64) cannot be sharded: dimension 1 (router_experts) has size 8, which mesh axis expert of 3 "
             "does not divide",
         ),
         (

@@ -17,6 +17,7 @@ from glm52_jax.block import Forms
 from glm52_jax.cache import Cache
 from glm52_jax.config import ModelConfig
 from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
+from sharding.layout import SINGLE, Layout
 from tests.model.cases import Case, Run, sparse_layers
 
 
@@ -39,8 +40,8 @@ def one_step(
     state = logits = selection = None
     if "mtp" in params:
         state, cache, selection = mtp.advance(params, config, hidden, following, positions, cache, forms)
-        logits = mtp.logits(params, state)
-    return Seen(model.head(params, hidden), hidden, layers, state, logits, selection), cache
+        logits = mtp.logits(params, state, forms.layout)
+    return Seen(model.head(params, hidden, forms.layout), hidden, layers, state, logits, selection), cache
 
 
 def draft_step(
@@ -96,9 +97,10 @@ def hostile_cache(
     fill: float = np.nan,
     seed: int = 0,
     form: CacheFormat = PLAIN_CACHE,
+    layout: Layout = SINGLE,
 ) -> Cache:
     """A cache whose slots hold `fill`, with spare pages, and pages dealt out in random order."""
-    cache = Cache.create(config, batch, capacity, dtype=dtype, page_size=page_size, form=form)
+    cache = Cache.create(config, batch, capacity, dtype=dtype, page_size=page_size, form=form, layout=layout)
     used, spare = cache.page_table.size, 3
     order = np.random.default_rng(seed).permutation(used + spare)[:used]
 

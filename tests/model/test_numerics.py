@@ -14,11 +14,12 @@ import pytest
 import glm52_jax as glm
 from glm52_jax import attention, indexer, model, moe, mtp
 from glm52_jax.block import LayerPlace, block
-from glm52_jax.cache import Cache
+from glm52_jax.cache import Cache, Places
 from glm52_jax.config import ModelConfig
 from glm52_jax.errors import InputError
 from glm52_jax.primitives import Rotary, layer_norm, rms_norm, take
 from glm52_jax.selection import Selection
+from sharding.layout import SINGLE
 from tests.model.paths import QUICK_OPTIONS
 from tests.model.tiny import ABSORBED, EXPANDED, TINY, random_params, random_tokens, tiny
 
@@ -120,9 +121,19 @@ def select(keys: np.ndarray, x: jax.Array, latent: jax.Array, form: str, backend
     length = keys.shape[0]
     cache = Cache.create(config, 1, length, dtype=jnp.float32, page_size=length)
     cache = dataclasses.replace(cache, index_keys=cache.index_keys.at[1, 0].set(keys))
-    places = jnp.arange(length, dtype=jnp.int32)[None]
+    positions = jnp.arange(length, dtype=jnp.int32)[None]
+    places = Places.of(SINGLE, cache, positions)
     got = indexer.select(
-        layer("indexer"), config, x, latent, rotary(places), cache, 1, places, as_mask=form == "mask", backend=backend
+        layer("indexer"),
+        config,
+        x,
+        latent,
+        rotary(positions),
+        cache,
+        1,
+        places,
+        as_mask=form == "mask",
+        backend=backend,
     )
     if got.mask is not None:
         return np.asarray(got.mask[0])
@@ -254,12 +265,13 @@ def test_scan_equals_a_loop(plan: str) -> None:
     def loop(params):
         positions = jnp.arange(14, dtype=jnp.int32)[None]
         cache = Cache.create(config, 1, 14, dtype=jnp.float32, page_size=14)
+        places = Places.of(SINGLE, cache, positions)
         x, chosen, turned = params["embed"][tokens], Selection.empty(1, 14, k=8), rotary(positions)
         streams, sets, indexers = [], [], 0
         for number, (kind, mlp_kind) in enumerate(zip(types, kinds, strict=True)):
             place = LayerPlace(number, kind == "full", indexers, mlp_kind == "dense", max(number - 1, 0))
             streams.append(x)
-            x, cache, chosen, _ = block(params, config, place, x, turned, positions, cache, chosen, ABSORBED)
+            x, cache, chosen, _ = block(params, config, place, x, turned, places, cache, chosen, ABSORBED)
             sets.append(chosen.sorted_indices(8))
             indexers += kind == "full"
         return streams, sets
@@ -315,7 +327,15 @@ def test_absorbed_and_expanded_attention(dtype: str) -> None:
     def attend(weights, made, expanded, backend):
         chosen = Selection(mask=mask)
         return attention.attend(
-            weights, config, made, cache, 1, places, chosen, expanded=expanded, backend=backend
+            weights,
+            config,
+            made,
+            cache,
+            1,
+            Places.of(SINGLE, cache, places),
+            chosen,
+            expanded=expanded,
+            backend=backend,
         ).astype(jnp.float32)
 
     outputs = [

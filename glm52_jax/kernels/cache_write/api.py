@@ -29,8 +29,8 @@ def write_rows(
         layer: which layer of the stack.
         rows: `[batch, tokens, width]`, cast or quantised to what the stack has.
         page_table: int32 `[batch, pages_per_sequence]`.
-        positions: int32 `[batch, tokens]`, -1 for padding, which writes nothing. The real tokens of a sequence are
-            consecutive columns and consecutive positions; padding stands on either side of them.
+        positions: int32 `[batch, tokens]`, -1 for what is not to be written: padding, or tokens that another device
+            keeps. The others of a sequence are consecutive positions, in the order of their columns.
         backend: see `kernels.resolve_backend`.
     """
     write = form(_FORMS, backend)

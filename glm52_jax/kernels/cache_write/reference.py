@@ -51,7 +51,7 @@ def _write_runs(
     real = positions >= 0
     first = jnp.min(jnp.where(real, positions, jnp.iinfo(jnp.int32).max), axis=1)
     count = jnp.sum(real, axis=1)
-    column = jnp.argmax(real, axis=1)  # where the run begins; padding may stand before it
+    columns = jnp.argsort(~real, axis=1, stable=True)  # of the run, one after another
 
     def write(step: jax.Array, stack: jax.Array) -> jax.Array:
         row, offset = step // touched, step % touched
@@ -59,7 +59,7 @@ def _write_runs(
         # Place of each slot of the page in the run of this sequence; outside of it the page keeps what it has.
         place = page * page_size + jnp.arange(page_size) - first[row]
         inside = (place >= 0) & (place < count[row]) & (page <= last_page)
-        new = jnp.take(rows[row], jnp.clip(place + column[row], 0, tokens - 1), axis=0)
+        new = jnp.take(rows[row], jnp.take(columns[row], jnp.clip(place, 0, tokens - 1)), axis=0)
         start = (layer, page_table[row, jnp.minimum(page, last_page)], 0, 0)
         old = jax.lax.dynamic_slice(stack, start, (1, 1, page_size, width))
         page_rows = jnp.where(inside[:, None], new, old[0, 0])[None, None]

@@ -1,0 +1,86 @@
+"""Where every array of the model is on a mesh: parameters by the table's logical axes, caches by their pages.
+
+A spec says which mesh axes divide which dimension. Whoever runs a step on shards takes specs from here, whoever loads
+or plans takes shardings, so that both always agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from glm52_jax.cache import Cache
+from glm52_jax.checkpoint.leaf_shardings import of_codes
+from glm52_jax.config import ModelConfig
+from glm52_jax.params import build
+from glm52_jax.quant import BlockQuantized
+from glm52_jax.spec import Param
+from sharding.layout import Layout
+from sharding.rules import partition
+
+
+def param_spec(param: Param, config: ModelConfig, layout: Layout) -> PartitionSpec:
+    """The spec of one parameter over `param.stacked_shape(config)`.
+
+    Raises:
+        InputError: a size that the layout does not divide.
+    """
+    shape = param.stacked_shape(config)
+    axes = (*("layers",) * (len(shape) - len(param.axes)), *param.axes)
+    return partition(layout, axes, shape, what=param.path)
+
+
+def param_shardings(config: ModelConfig, layout: Layout, mesh: Mesh) -> Callable[[Param], NamedSharding]:
+    """The sharding of each parameter, in the form that `load_params` takes."""
+    return lambda param: NamedSharding(mesh, param_spec(param, config, layout))
+
+
+def param_specs(params: Any, config: ModelConfig, layout: Layout, mesh: Mesh) -> Any:
+    """A tree of specs like `params`; codes and their scales have one each.
+
+    Raises:
+        InputError: a size that the layout does not divide, blocks of codes with one scale among them.
+    """
+
+    def specs(param: Param) -> Any:
+        leaf = _leaf(params, param.path)
+        if leaf is None:
+            return None
+        spec = param_spec(param, config, layout)
+        if not isinstance(leaf, BlockQuantized):
+            return spec
+        shape = param.stacked_shape(config)
+        codes, scales = of_codes(param, shape, NamedSharding(mesh, spec), leaf.block)
+        assert isinstance(codes, NamedSharding)
+        assert isinstance(scales, NamedSharding)
+        return leaf.replace(codes=codes.spec, scales=scales.spec)
+
+    return build(config, specs)
+
+
+def cache_specs(cache: Cache, layout: Layout) -> Cache:
+    """Specs of a cache: a device has pools of its own, for its sequences and the pages that are dealt to it."""
+    batch, pages = layout.axes_of("batch"), layout.axes_of("kv_pages")
+    pool = PartitionSpec(None, (*batch, *pages) or None)
+    rows = jax.tree.map(lambda _: pool, (cache.latent, cache.index_keys))
+    return Cache(*rows, PartitionSpec(batch or None, pages or None))
+
+
+def batch_spec(layout: Layout, *names: str) -> PartitionSpec:
+    """Spec of an array whose first dimension runs over the sequences, the others over what has these names."""
+    return partition(layout, ("batch", *names))
+
+
+def named(specs: Any, mesh: Mesh) -> Any:
+    """Shardings of a tree of specs."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def _leaf(params: Any, path: str) -> Any:
+    node = params
+    for name in path.split("."):
+        node = node.get(name) if isinstance(node, dict) else None
+    return node

@@ -1,0 +1,124 @@
+"""`paths.Walk` on a mesh of devices: the same hostile walk, judged by the same golden values."""
+
+import dataclasses
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from glm52_jax.block import Forms
+from glm52_jax.cache import Cache
+from glm52_jax.config import ModelConfig
+from glm52_jax.model import LayerTrace
+from glm52_jax.placement import batch_spec, cache_specs, named, param_specs
+from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
+from glm52_jax.selection import Selection
+from sharding import collectives
+from sharding.layout import Layout
+from tests.model.cases import Case
+from tests.model.paths import QUICK_OPTIONS, ROOM, Seen, Walk, hostile_cache, one_step
+
+
+def placed(params: Any, config: ModelConfig, layout: Layout, mesh: Mesh) -> Any:
+    """Parameters of one device on a mesh."""
+    return jax.device_put(params, named(param_specs(params, config, layout, mesh), mesh))
+
+
+class MeshWalk(Walk):
+    """A walk whose every step runs on all shards; rows of nothing but padding fill the batch up."""
+
+    def __init__(
+        self, case: Case, params: dict, layout: Layout, *, page_size: int, form: CacheFormat = PLAIN_CACHE
+    ) -> None:
+        super().__init__(case, params, page_size=page_size, form=form, step=self._step)
+        self.layout, self.mesh = layout, layout.mesh(jax.devices()[: layout.devices])
+        batch, length = case.tokens.shape
+        rows = -(-batch // layout.parts("batch"))
+        self.extra = rows * layout.parts("batch") - batch
+        dtype = params["embed"].dtype
+        make = partial(
+            hostile_cache, case.config, rows, length + ROOM, page_size, dtype=dtype, form=form, layout=layout
+        )
+        specs = cache_specs(jax.eval_shape(make), layout)
+        self.cache = jax.jit(jax.shard_map(make, mesh=self.mesh, in_specs=(), out_specs=specs, check_vma=False))()
+        self.params = placed(params, case.config, layout, self.mesh)
+
+    def _step(
+        self,
+        params: Any,
+        config: ModelConfig,
+        tokens: Any,
+        following: Any,
+        positions: Any,
+        cache: Cache,
+        *,
+        forms: Forms,
+    ) -> tuple[Seen, Cache]:
+        arrays = [np.pad(a, ((0, self.extra), (0, 0)), constant_values=-1) for a in (tokens, following, positions)]
+        step = _compiled(config, dataclasses.replace(forms, layout=self.layout), self.mesh)
+        seen, cache = step(params, *arrays, cache)
+        count = len(tokens)
+        experts = seen.layers.experts
+        layers = LayerTrace(
+            seen.layers.hidden[:, :count],
+            Selection(mask=seen.layers.selection.mask[:, :count]),
+            experts[:, :count].reshape(len(experts), -1, experts.shape[-1]),
+        )
+        chosen = None if seen.mtp_selection is None else Selection(mask=seen.mtp_selection.mask[:count])
+        rows = [None if a is None else a[:count] for a in (seen.logits, seen.hidden, seen.mtp_state, seen.mtp_logits)]
+        return Seen(rows[0], rows[1], layers, rows[2], rows[3], chosen), cache
+
+
+@lru_cache(maxsize=32)
+def _compiled(config: ModelConfig, forms: Forms, mesh: Mesh) -> Any:
+    layout = forms.layout
+    row = batch_spec(layout, "tokens")
+    traced = PartitionSpec(None, *row)
+    everyone = PartitionSpec(None, layout.axes_of("batch") or None)
+
+    def shard(params: Any, tokens: Any, following: Any, positions: Any, cache: Cache) -> tuple[Seen, Cache]:
+        seen, cache = one_step(params, config, tokens, following, positions, cache, forms)
+        layers = seen.layers
+        k = layers.experts.shape[-1]
+        layers = LayerTrace(
+            layers.hidden,
+            Selection(mask=_whole_mask(layout, cache, layers.selection)),
+            layers.experts.reshape(-1, *positions.shape, k),
+        )
+        chosen = seen.mtp_selection
+        if chosen is not None:
+            chosen = Selection(mask=_whole_mask(layout, cache, chosen))
+        return seen._replace(layers=layers, mtp_selection=chosen), cache
+
+    def run(params: Any, tokens: Any, following: Any, positions: Any, cache: Cache) -> tuple[Seen, Cache]:
+        caches = cache_specs(cache, layout)
+        draft = row if "mtp" in params else None
+        selection = Selection(mask=batch_spec(layout)) if "mtp" in params else None
+        specs = Seen(row, row, LayerTrace(traced, Selection(mask=everyone), traced), draft, draft, selection)
+        return jax.shard_map(
+            shard,
+            mesh=mesh,
+            in_specs=(param_specs(params, config, layout, mesh), row, row, row, caches),
+            out_specs=(specs, caches),
+            check_vma=False,
+        )(params, tokens, following, positions, cache)
+
+    return jax.jit(run, compiler_options=QUICK_OPTIONS)
+
+
+def _whole_mask(layout: Layout, cache: Cache, selection: Selection) -> jax.Array:
+    """Bool `[..., all positions]` of a selection that every device has its part of, in order of position."""
+    axes, own, page = layout.axes_of("kv_pages"), cache.capacity, cache.page_size
+    if selection.mask is None:
+        assert selection.indices is not None
+        mask = (selection.indices[..., None] == jnp.arange(own)).any(-2)
+    else:
+        mask = selection.mask
+    whole = collectives.all_gather(layout, mask, axes, mask.ndim - 1)
+    count = layout.size(axes)
+    pages = np.arange(own * count) // page
+    places = pages % count * own + pages // count * page + np.arange(own * count) % page
+    return jnp.take(whole, places, axis=-1)

@@ -1,0 +1,49 @@
+"""The model on meshes of eight devices; the checks are in `on_mesh`, in a process that has the devices."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Each compiles steps of its own: what is in a process together shares the start.
+QUICK = (
+    "batch-and-experts",
+    "pages-and-heads",
+    "pages-and-heads-expanded",
+    "all-axes",
+    "one-prompt-over-all",
+    "fp8-cache",
+    "ties-over-devices",
+    "fp8-blocks-over-tensor",
+    "generation",
+)
+SLOW = (
+    "pages-and-heads-mask",
+    "one-token-a-step",
+    "more-pages-than-devices",
+    "experts-over-tensor",
+    "fp8-weights",
+    "one-prompt-over-all-expanded",
+)
+
+
+@pytest.mark.parametrize("checks", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["quick", "slow"])
+def test_the_model_on_eight_devices(checks: tuple[str, ...]) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.model.on_mesh", *checks],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.stdout.split() == list(checks), result.stderr
+
+
+def test_every_check_is_run() -> None:
+    source = (ROOT / "tests" / "model" / "on_mesh.py").read_text()
+    assert all(f'"{name}"' in source for name in (*QUICK, *SLOW))
+    assert source.count("\nwalk(") + source.count("@named(") == len(QUICK) + len(SLOW)
