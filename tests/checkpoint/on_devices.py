@@ -257,7 +257,7 @@ def shardings_that_do_not_fit_are_refused_before_reading(folder: Path) -> None:
         ),
         (
             "fp8",
-            over({"mlp": "tensor"}, eight),
+            over({"expert_mlp": "tensor"}, eight),
             "moe.gate_up is in codes with a scale for each 8 x 8 of them, and mesh axis tensor of 8 would cut its 32 "
             "rows into 4 each, expected a multiple of 8",
         ),
