@@ -58,9 +58,14 @@ class Forms:
     def best(
         cls, tokens: int, *, platform: str | None = None, backend: str | None = None, layout: Layout = SINGLE
     ) -> Forms:
-        """The forms for a step of `tokens` tokens a sequence: few of them gather what they attend to, many share it."""
-        backend = resolve_backend(backend, platform or jax.default_backend())
-        if tokens <= _FEW_TOKENS:
+        """The forms for a step of `tokens` tokens a sequence.
+
+        Few of them gather what they attend to. On a CPU many share it: keys and values of the whole context are made
+        once. Elsewhere they gather too, since a mask of a long chunk and a long context would be larger than the chunk.
+        """
+        platform = platform or jax.default_backend()
+        backend = resolve_backend(backend, platform)
+        if tokens <= _FEW_TOKENS or platform != "cpu":
             return cls("absorbed", "indices", backend, layout)
         return cls("expanded", "mask", backend, layout)
 

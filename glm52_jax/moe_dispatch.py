@@ -21,10 +21,10 @@ from glm52_jax.moe_form import GATHER, DispatchForm, Hop, axes_of_dispatch, hops
 from glm52_jax.quant import BlockQuantized, Weight
 from sharding.collectives import all_gather, index, own_part, pmax, psum, psum_scatter
 from sharding.layout import Layout
-from sharding.ragged import exchange, round_windows, rounds_needed, rows_to_send
+from sharding.ragged import as_pieces, as_rows, exchange, round_windows, rounds_needed, rows_to_send, unwritten
 
 Compute = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""Rows `[rows, embed]`, their experts by local number int32 `[rows, k]` (-1: none), gates -> float32 `[rows, embed]`."""
+"""Rows `[rows, embed]`, their experts by local number int32 `[rows, k]` (-1: none), gates; float32 `[rows, embed]`."""
 
 
 Part = tuple[jax.Array, jax.Array, jax.Array]
@@ -67,8 +67,7 @@ def dispatch_experts(
     first = index(layout, layout.axes_of("experts")) * held
 
     def own_experts(x: jax.Array, experts: jax.Array, gates: jax.Array) -> jax.Array:
-        own = experts - first
-        return compute(x, jnp.where((own >= 0) & (own < held), own, -1), gates)
+        return compute(x, _numbers_here(experts, first, held), gates)
 
     there, alike = axes_of_dispatch(layout)
     if form.name == "gather":
@@ -118,7 +117,14 @@ def _all_to_all(
 
 
 class _Outgoing(NamedTuple):
-    """What one device sends at one hop: rows sorted by destination, and how many all devices send each other."""
+    """What one device sends at one hop, and how many rows all devices send each other.
+
+    Attributes:
+        rows: a token's hidden state in each row, in pieces.
+        packed: int32, all experts of that token and its gates, in pieces; the receiver knows its own.
+        counts: int32 `[sources, destinations]`.
+        row_of: see `sharding.ragged.Sending`.
+    """
 
     rows: jax.Array
     packed: jax.Array
@@ -151,48 +157,55 @@ def _travel(
         after = []
         for trip, outgoing, result in zip(trips, sent, results, strict=True):
 
-            def ahead(*part: jax.Array, trip: tuple[Hop, ...] = trip) -> jax.Array:
-                return _travel(layout, [trip[1:]], [(part[0], part[1], part[2])], compute, transport)[0]
+            def ahead(
+                x: jax.Array, experts: jax.Array, gates: jax.Array, rest: tuple[Hop, ...] = trip[1:]
+            ) -> jax.Array:
+                return _travel(layout, [rest], [(x, experts, gates)], compute, transport)[0]
 
             after.append(_round(trip[0], outgoing, number, result, ahead, transport))
         return number + 1, after
 
-    empty = [jnp.zeros(outgoing.rows.shape, jnp.float32) for outgoing in sent]
-    _, results = jax.lax.while_loop(lambda state: state[0] < rounds, one_round, (jnp.int32(0), empty))
+    room = [unwritten((trip[0].sends, 1, parts[0][0].shape[1]), jnp.float32) for trip in trips]
+    _, results = jax.lax.while_loop(lambda state: state[0] < rounds, one_round, (jnp.int32(0), room))
     return [_collect(outgoing.row_of, result) for outgoing, result in zip(sent, results, strict=True)]
 
 
 def _sort(hop: Hop, x: jax.Array, experts: jax.Array, gates: jax.Array) -> _Outgoing:
-    """The rows to send, each with those of its experts that its destination has, by their numbers there."""
-    destinations = jnp.where(experts >= 0, experts // hop.held, -1)
-    sending = rows_to_send(destinations, hop.group.size)
+    sending = rows_to_send(jnp.where(experts >= 0, experts // hop.held, -1), hop.group.size)
     token = sending.token_of
-    meant = destinations[token] == sending.destination_of[:, None]
-    packed = pack(jnp.where(meant, experts[token] % hop.held, -1), gates[token])
-    return _Outgoing(x[token], packed, hop.group.gather(sending.counts), sending.row_of)
+    rows, packed = as_pieces(x)[token], as_pieces(pack(experts, gates))[token]
+    return _Outgoing(rows, packed, hop.group.gather(sending.counts), sending.row_of)
 
 
 def _round(
     hop: Hop, outgoing: _Outgoing, number: jax.Array, result: jax.Array, ahead: Compute, transport: str
 ) -> jax.Array:
     """`result` with the sums of the rows that this round's receivers had room for."""
-    there, back = round_windows(outgoing.counts, hop.group.place(), hop.receives, number)
-    room = (hop.receives, outgoing.rows.shape[1])
-    rows = exchange(hop.group, outgoing.rows, jnp.zeros(room, outgoing.rows.dtype), there, transport)
-    nothing = jnp.full((hop.receives, outgoing.packed.shape[1]), -1, jnp.int32)
-    packed = exchange(hop.group, outgoing.packed, nothing, there, transport)
-    return exchange(hop.group, ahead(rows, *unpack(packed)), result, back, transport)
+    place = hop.group.place()
+    there, back = round_windows(outgoing.counts, place, hop.receives, number)
+    rows, packed = (
+        as_rows(exchange(hop.group, sent, unwritten((hop.receives, *sent.shape[1:]), sent.dtype), there, transport))
+        for sent in (outgoing.rows, outgoing.packed)
+    )
+    experts, gates = unpack(packed)
+    # The buffer is filled from its start; what is behind the last row may be anything, and computes nothing.
+    written = jnp.arange(hop.receives) < jnp.sum(there.recv_sizes)
+    experts = jnp.where(written[:, None], _numbers_here(experts, place * hop.held, hop.held), -1)
+    return exchange(hop.group, as_pieces(ahead(rows, experts, gates)), result, back, transport)
 
 
 def _collect(row_of: jax.Array, result: jax.Array) -> jax.Array:
-    """The sum of each token's rows, one choice at a time: all at once would hold `k` results a token once more."""
+    """The sum of each token's rows `[rows, 1, embed]`, one choice at a time.
+
+    All at once would hold `k` results a token once more.
+    """
 
     def add(choice: jax.Array, total: jax.Array) -> jax.Array:
         row = row_of[:, choice]
-        return total + jnp.where(row[:, None] >= 0, result[row], 0.0)
+        return total + jnp.where(row[:, None, None] >= 0, result[row], 0.0)
 
-    start = jnp.zeros((row_of.shape[0], result.shape[1]), jnp.float32)
-    return jax.lax.fori_loop(0, row_of.shape[1], add, start)
+    start = jnp.zeros((row_of.shape[0], *result.shape[1:]), jnp.float32)
+    return as_rows(jax.lax.fori_loop(0, row_of.shape[1], add, start))
 
 
 def expert_loads(layout: Layout, experts: jax.Array, count: int) -> jax.Array:
@@ -203,7 +216,7 @@ def expert_loads(layout: Layout, experts: jax.Array, count: int) -> jax.Array:
         count: routed experts of the model.
     """
     own = jnp.sum(experts.reshape(-1, 1) == jnp.arange(count), axis=0, dtype=jnp.int32)
-    return psum(layout, own, layout.axes_of("batch"))
+    return psum(layout, own, (*layout.axes_of("batch"), *layout.axes_of("tokens")))
 
 
 def pack(experts: jax.Array, gates: jax.Array) -> jax.Array:
@@ -215,6 +228,12 @@ def unpack(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The experts and the gates of `pack`."""
     experts, gates = jnp.split(packed, 2, axis=-1)
     return experts, jax.lax.bitcast_convert_type(gates, jnp.float32)
+
+
+def _numbers_here(experts: jax.Array, first: jax.Array | int, held: int) -> jax.Array:
+    """Numbers of experts from `first` on, -1 for those that are not here."""
+    own = experts - first
+    return jnp.where((own >= 0) & (own < held), own, -1)
 
 
 def _as_shard(weight: Weight) -> Weight:

@@ -23,8 +23,8 @@ class DispatchForm:
     """How tokens reach their experts; static, chosen when a step is built (`choose_form`), equal in results.
 
     Attributes:
-        name: "gather": every device computes its experts for the tokens of all. "all_to_all": each token's row goes once
-            to each device that holds one of its experts, and its sum comes back.
+        name: "gather": every device computes its experts for the tokens of all. "all_to_all": each token's row goes
+            once to each device that holds one of its experts, and its sum comes back.
         transport: see `sharding.ragged.resolve_transport`.
         capacity: rows of a receive buffer as a multiple of the mean load under even routing; the rest takes more
             rounds. A smaller one saves memory, a larger one saves rounds where routing is uneven.
@@ -104,7 +104,7 @@ def _in_eights(rows: int) -> int:
 
 def axes_of_dispatch(layout: Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The mesh axes that divide experts or their width: those along which tokens differ, and those along which not."""
-    differ = layout.axes_of("batch")
+    differ = (*layout.axes_of("batch"), *layout.axes_of("tokens"))
     divided = tuple(dict.fromkeys((*layout.axes_of("experts"), *layout.axes_of("expert_mlp"))))
     return tuple(axis for axis in divided if axis in differ), tuple(axis for axis in divided if axis not in differ)
 

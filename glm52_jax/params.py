@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from glm52_jax.config import ModelConfig
+from glm52_jax.quant import FLOAT8, BlockQuantized
 from glm52_jax.spec import Param, parameters
 
 
@@ -24,6 +25,34 @@ def build(config: ModelConfig, make: Callable[[Param], Any]) -> dict[str, Any]:
                 node = node.setdefault(parent, {})
             node[name] = leaf
     return tree
+
+
+def abstract_params(config: ModelConfig, *, dtype: Any = None) -> dict[str, Any]:
+    """Shapes and types of the parameters as `load_params` makes them, without any of their bytes.
+
+    Args:
+        dtype: of all but the float32 parameters and the codes; the config's when None.
+    """
+    dtype, quantization = jnp.dtype(dtype or config.dtype), config.quantization
+
+    def make(param: Param) -> Any:
+        if param.optional:
+            return None
+        shape = param.stacked_shape(config)
+        tensors = param.published(config, param.layers(config)[0])
+        if quantization is None or param.dequantize or not all(tensor.quantized for tensor in tensors):
+            return jax.ShapeDtypeStruct(shape, jnp.float32 if param.float32 else dtype)
+        lead = shape[: len(shape) - len(param.piece_shape)]
+        codes = jnp.int8 if quantization.codes == "I8" else FLOAT8
+        return BlockQuantized(
+            codes=jax.ShapeDtypeStruct((*lead, *param.tensor_shape), codes),
+            scales=jax.ShapeDtypeStruct((*lead, *tensors[0].scale_shape(quantization.block)), jnp.float32),
+            view=tuple(param.view or param.tensor_shape),
+            block=quantization.block,
+            row_dims=param.row_dims,
+        )
+
+    return build(config, make)
 
 
 def init_params(config: ModelConfig, key: jax.Array, *, dtype: Any = None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""How a row of the cache is stored: as it is, or in float8 codes with scales.
+"""How a row of the cache is stored: as it is, or in float8 codes with scales, in widths that suit a device.
 
 A row is a latent (the normalised latent and the rotated rope key) or an index key. A stack of rows in a plain format is
-an array; in another it is `QuantizedRows`, whose parts are arrays of the same pages. Which format a stack has is part
+an array; in another it is `PackedRows`, whose parts are arrays of the same pages. Which format a stack has is part
 of its type, so that a step for one never runs on the other.
 """
 
@@ -47,19 +47,24 @@ class RowFormat(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class PlainRows(RowFormat):
-    """Rows as they are, in one type."""
+    """Rows as they are, in one type.
+
+    Attributes:
+        lanes: the width is padded to a multiple of it.
+    """
 
     width: int
     dtype: Any
+    lanes: int = 1
 
     def parts(self) -> dict[str, tuple[int, Any]]:
-        return {"values": (self.width, self.dtype)}
+        return {"values": (_padded(self.width, self.lanes), self.dtype)}
 
     def encode(self, rows: jax.Array, layer: jax.Array | int) -> dict[str, jax.Array]:
-        return {"values": rows.astype(self.dtype)}
+        return {"values": _pad(rows.astype(self.dtype), self.lanes)}
 
     def decode(self, parts: dict[str, jax.Array], layer: jax.Array | int) -> jax.Array:
-        return parts["values"].astype(jnp.float32)
+        return parts["values"][..., : self.width]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,67 +98,98 @@ class GroupRows(RowFormat):
 
 
 @dataclasses.dataclass(frozen=True)
+class LaneRows(GroupRows):
+    """`GroupRows` in two parts of whole lanes: codes, and a tail of the plain values and the scales behind them.
+
+    The scales are powers of two, which every type of the plain values holds exactly. A latent row of GLM-5.2 is 512
+    codes and a tail of 128 bfloat16 values, 68 of them in use: 768 bytes.
+    """
+
+    lanes: int = 128
+
+    def parts(self) -> dict[str, tuple[int, Any]]:
+        groups = -(-self.coded // self.group)
+        return {
+            "codes": (_padded(self.coded, self.lanes), FLOAT8),
+            "tail": (_padded(self.plain + groups, self.lanes), self.dtype),
+        }
+
+    def encode(self, rows: jax.Array, layer: jax.Array | int) -> dict[str, jax.Array]:
+        codes, scales = quantize_groups(rows[..., : self.coded], self.group)
+        tail = jnp.concatenate([rows[..., self.coded :].astype(self.dtype), scales.astype(self.dtype)], axis=-1)
+        return {"codes": _pad(codes, self.lanes), "tail": _pad(tail, self.lanes)}
+
+    def decode(self, parts: dict[str, jax.Array], layer: jax.Array | int) -> jax.Array:
+        groups = -(-self.coded // self.group)
+        tail = parts["tail"].astype(jnp.float32)
+        scales = tail[..., self.plain : self.plain + groups]
+        coded = dequantize_groups(parts["codes"][..., : self.coded], scales, self.group)
+        return jnp.concatenate([coded, tail[..., : self.plain]], axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
 class TensorRows(RowFormat):
     """Codes alone, with one scale for a whole layer: 576 bytes a latent row of GLM-5.2, rope key and all.
 
     Attributes:
         scales: one a layer of the stack. One is right for normalised latents, and what engines take where a checkpoint
-            ships none; `calibrated` finds others.
+            ships none.
+        lanes: the width is padded to a multiple of it.
     """
 
     width: int
     scales: tuple[float, ...]
+    lanes: int = 1
 
     def parts(self) -> dict[str, tuple[int, Any]]:
-        return {"codes": (self.width, FLOAT8)}
+        return {"codes": (_padded(self.width, self.lanes), FLOAT8)}
 
     def encode(self, rows: jax.Array, layer: jax.Array | int) -> dict[str, jax.Array]:
-        return {"codes": saturate(rows.astype(jnp.float32) / self._scale(layer))}
+        return {"codes": _pad(saturate(rows.astype(jnp.float32) / self._scale(layer)), self.lanes)}
 
     def decode(self, parts: dict[str, jax.Array], layer: jax.Array | int) -> jax.Array:
-        return parts["codes"].astype(jnp.float32) * self._scale(layer)
+        return parts["codes"][..., : self.width].astype(jnp.float32) * self._scale(layer)
 
     def _scale(self, layer: jax.Array | int) -> jax.Array:
         return jnp.asarray(self.scales, jnp.float32)[layer]
 
 
 @flax.struct.dataclass
-class QuantizedRows:
+class PackedRows:
     """A stack of rows in parts, each `[layers, pages, page_size, width of the part]`."""
 
     parts: dict[str, jax.Array]
     format: RowFormat = flax.struct.field(pytree_node=False)
 
 
-RowStack = jax.Array | QuantizedRows
+RowStack = jax.Array | PackedRows
 
 
 def stack_of(form: RowFormat, shape: tuple[int, int, int]) -> RowStack:
     """Zeros for `[layers, pages, page_size]` rows."""
     parts = {name: jnp.zeros((*shape, width), dtype) for name, (width, dtype) in form.parts().items()}
-    return parts["values"] if isinstance(form, PlainRows) else QuantizedRows(parts, form)
+    alone = isinstance(form, PlainRows) and form.lanes == 1
+    return parts["values"] if alone else PackedRows(parts, form)
 
 
 def parts_of(stack: RowStack) -> dict[str, jax.Array]:
     """The arrays of a stack."""
-    return stack.parts if isinstance(stack, QuantizedRows) else {"values": stack}
+    return stack.parts if isinstance(stack, PackedRows) else {"values": stack}
 
 
 def encode(stack: RowStack, rows: jax.Array, layer: jax.Array | int) -> dict[str, jax.Array]:
     """New rows `[..., width]` in the parts of a stack."""
-    return (
-        stack.format.encode(rows, layer) if isinstance(stack, QuantizedRows) else {"values": rows.astype(stack.dtype)}
-    )
+    return stack.format.encode(rows, layer) if isinstance(stack, PackedRows) else {"values": rows.astype(stack.dtype)}
 
 
 def decode(stack: RowStack, parts: dict[str, jax.Array], layer: jax.Array | int) -> jax.Array:
     """Rows `[..., width]` of parts taken from a stack; plain ones keep their type, others are float32."""
-    return stack.format.decode(parts, layer) if isinstance(stack, QuantizedRows) else parts["values"]
+    return stack.format.decode(parts, layer) if isinstance(stack, PackedRows) else parts["values"]
 
 
 def is_rotated(stack: RowStack) -> bool:
     """Whether a stack's rows have been turned by the Hadamard rotation."""
-    return isinstance(stack, QuantizedRows) and isinstance(stack.format, GroupRows) and stack.format.rotated
+    return isinstance(stack, PackedRows) and isinstance(stack.format, GroupRows) and stack.format.rotated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +201,8 @@ class CacheFormat:
         index_keys: "plain", "fp8" (a scale a key) or "fp8_rotated" (the same after a Hadamard rotation, which spreads a
             large value over the key; the rotation cancels in the scores).
         latent_scales: one a layer, for "fp8_tensor"; ones when empty.
+        lanes: the width of every part is padded to a multiple of it. A TPU lays arrays out in tiles of 128 lanes: it
+            would keep others in another order of dimensions, and copy the whole cache for every step.
 
     Raises:
         InputError: a name that is none of these.
@@ -173,6 +211,7 @@ class CacheFormat:
     latent: str = "plain"
     index_keys: str = "plain"
     latent_scales: tuple[float, ...] = ()
+    lanes: int = 1
 
     def __post_init__(self) -> None:
         for field, known in (("latent", LATENT_FORMATS), ("index_keys", INDEX_KEY_FORMATS)):
@@ -184,23 +223,37 @@ class CacheFormat:
     def latent_rows(self, config: ModelConfig, layers: int, dtype: Any) -> RowFormat:
         """The format of latent rows, for a stack of so many layers of a model that computes in `dtype`."""
         if self.latent == "fp8_groups":
-            return GroupRows(config.kv_lora_rank, config.qk_rope_head_dim, jnp.dtype(dtype))
+            return self._groups(config.kv_lora_rank, config.qk_rope_head_dim, dtype, GROUP)
         if self.latent == "fp8_tensor":
             scales = self.latent_scales or (1.0,) * layers
             if len(scales) != layers:
                 raise InputError(f"latent_scales has {len(scales)} scales, expected one for each of {layers} layers")
-            return TensorRows(config.latent_width, scales)
-        return PlainRows(config.latent_width, jnp.dtype(dtype))
+            return TensorRows(config.latent_width, scales, self.lanes)
+        return PlainRows(config.latent_width, jnp.dtype(dtype), self.lanes)
 
     def key_rows(self, config: ModelConfig, dtype: Any) -> RowFormat:
         """The format of index keys."""
         width = config.index_head_dim
         if self.index_keys == "plain":
-            return PlainRows(width, jnp.dtype(dtype))
+            return PlainRows(width, jnp.dtype(dtype), self.lanes)
         rotated = self.index_keys == "fp8_rotated"
         if rotated and width & (width - 1):
             raise InputError(f"index_head_dim is {width}, expected a power of two for index keys in fp8_rotated")
-        return GroupRows(width, 0, jnp.dtype(dtype), group=width, rotated=rotated)
+        return self._groups(width, 0, dtype, width, rotated=rotated)
+
+    def _groups(self, coded: int, plain: int, dtype: Any, group: int, *, rotated: bool = False) -> RowFormat:
+        if self.lanes > 1:
+            return LaneRows(coded, plain, jnp.dtype(dtype), group, rotated, self.lanes)
+        return GroupRows(coded, plain, jnp.dtype(dtype), group, rotated)
+
+
+def _padded(width: int, lanes: int) -> int:
+    return -(-width // lanes) * lanes
+
+
+def _pad(rows: jax.Array, lanes: int) -> jax.Array:
+    short = _padded(rows.shape[-1], lanes) - rows.shape[-1]
+    return jnp.pad(rows, [*[(0, 0)] * (rows.ndim - 1), (0, short)]) if short else rows
 
 
 LATENT_FORMATS = ("plain", "fp8_groups", "fp8_tensor")

@@ -31,6 +31,8 @@ from infer.speculative import MAX_DRAFT_TOKENS, Window, accept, draft
 from sharding.collectives import all_gather, index, psum
 from sharding.layout import SINGLE, Layout
 
+_LANES = {"tpu": 128}  # see `CacheFormat.lanes`
+
 
 @flax.struct.dataclass
 class State:
@@ -159,7 +161,7 @@ class StepProvider:
                 self.capacity + self.draft_tokens,
                 dtype=self.dtype,
                 page_size=self.page_size,
-                form=self.cache_format,
+                form=dataclasses.replace(self.cache_format, lanes=_LANES.get(self.platform, 1)),
                 layout=self.layout,
             ),
             token=jnp.zeros(batch, jnp.int32),
@@ -262,9 +264,13 @@ class StepProvider:
 
         return run
 
+    @property
+    def platform(self) -> str:
+        """That of the devices which will run the step."""
+        return self.mesh.devices.flat[0].platform if self.mesh is not None else jax.default_backend()
+
     def _forms(self, tokens: int, layout: Layout) -> Forms:
-        platform = self.mesh.devices.flat[0].platform if self.mesh is not None else None
-        return Forms.best(tokens, platform=platform, backend=self.backend, layout=layout)
+        return Forms.best(tokens, platform=self.platform, backend=self.backend, layout=layout)
 
     @property
     def _undivided(self) -> Layout:

@@ -26,7 +26,7 @@ from glm52_jax.row_formats import (
     PLAIN_CACHE,
     CacheFormat,
     GroupRows,
-    QuantizedRows,
+    PackedRows,
     TensorRows,
     stack_of,
 )
@@ -100,7 +100,7 @@ def test_rows_come_back_from_pages_as_they_were_rounded(name: str, tokens: int) 
     positions[0, : tokens - tokens // 3] = np.arange(tokens - tokens // 3)
     rows = rng.normal(size=(2, tokens, width)).astype(np.float32)
     written = write_rows(stack, 1, jnp.asarray(rows), table, jnp.asarray(positions), backend="reference")
-    assert isinstance(written, QuantizedRows)
+    assert isinstance(written, PackedRows)
     expected = np.asarray(form.decode(form.encode(jnp.asarray(rows), 1), 1))
     real = positions >= 0
     found = np.asarray(gather_rows(written, 1, table, jnp.asarray(positions)))

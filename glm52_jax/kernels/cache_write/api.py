@@ -8,7 +8,7 @@ import jax
 
 from glm52_jax.kernels import form
 from glm52_jax.kernels.cache_write.reference import write_pages
-from glm52_jax.row_formats import QuantizedRows, RowStack, encode
+from glm52_jax.row_formats import PackedRows, RowStack, encode
 
 _FORMS = {"reference": write_pages}
 
@@ -25,7 +25,7 @@ def write_rows(
     """The stack with `rows` written at `positions` of one layer, in place where the stack is donated.
 
     Args:
-        stack: `[layers, pages, page_size, width]`, or `QuantizedRows` of such rows.
+        stack: `[layers, pages, page_size, width]`, or `PackedRows` of such rows.
         layer: which layer of the stack.
         rows: `[batch, tokens, width]`, cast or quantised to what the stack has.
         page_table: int32 `[batch, pages_per_sequence]`.
@@ -35,7 +35,7 @@ def write_rows(
     """
     write = form(_FORMS, backend)
     new = encode(stack, rows, layer)
-    if not isinstance(stack, QuantizedRows):
+    if not isinstance(stack, PackedRows):
         return write(stack, layer, new["values"], page_table, positions)
     parts = {name: write(part, layer, new[name], page_table, positions) for name, part in stack.parts.items()}
     return dataclasses.replace(stack, parts=parts)

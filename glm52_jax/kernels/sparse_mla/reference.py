@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from glm52_jax.cache import context_rows, gather_rows
+from glm52_jax.kernels.index_scores.reference import map_tokens
 from glm52_jax.primitives import einsum
 from glm52_jax.row_formats import RowStack
 from glm52_jax.selection import Selection
+
+_BLOCK_VALUES = 1 << 26  # of the rows that are gathered at a time
 
 
 def sparse_mla_reference(
@@ -22,14 +25,19 @@ def sparse_mla_reference(
     kv_lora_rank: int,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.sparse_mla`."""
-    batch, tokens = queries.shape[:2]
     if selection.indices is not None:
-        flat = selection.indices.reshape(batch, -1)
-        rows = gather_rows(latent, layer, page_table, flat).astype(queries.dtype)
-        rows = rows.reshape(batch, tokens, -1, rows.shape[-1])
-        scores = einsum("bshw,bskw->bshk", queries, rows, dtype=jnp.float32) * scale
-        weights, lse = masked_softmax(scores, selection.indices[:, :, None] >= 0)
-        return einsum("bshk,bskr->bshr", weights.astype(queries.dtype), rows[..., :kv_lora_rank]), lse
+
+        def attend(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            q, indices = part
+            rows = gather_rows(latent, layer, page_table, indices.reshape(indices.shape[0], -1)).astype(q.dtype)
+            rows = rows.reshape(*indices.shape, -1)
+            scores = einsum("bshw,bskw->bshk", q, rows, dtype=jnp.float32) * scale
+            weights, lse = masked_softmax(scores, indices[:, :, None] >= 0)
+            return einsum("bshk,bskr->bshr", weights.astype(q.dtype), rows[..., :kv_lora_rank]), lse
+
+        # The selected rows of a long chunk are never there all at once.
+        values = queries.shape[0] * selection.indices.shape[-1] * queries.shape[-1]
+        return map_tokens(attend, (queries, selection.indices), max(1, _BLOCK_VALUES // values))
     assert selection.mask is not None
     rows = context_rows(latent, layer, page_table, jnp.max(positions, axis=1) + 1).astype(queries.dtype)
     scores = einsum("bshw,btw->bsht", queries, rows, dtype=jnp.float32) * scale
