@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 from collections.abc import Mapping
 
@@ -192,6 +193,7 @@ def chip(name: str) -> Chip:
     raise InputError(f"unknown chip {name!r}, expected one of {', '.join(CHIPS)}{hint}")
 
 
+@functools.cache
 def slice_shapes(name: str) -> tuple[tuple[int, ...], ...]:
     """Shapes in chips of the slices of that chip, smallest first.
 

@@ -52,10 +52,10 @@ def test_names(name, devices, slices, hosts):
     ],
 )
 def test_wrong_names_come_with_the_nearest(name, suggestion):
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(InputError) as error:
         Topology.parse(name)
-    assert time.perf_counter() - start < 0.1
+    assert time.process_time() - start < 0.1
     assert suggestion in str(error.value)
 
 
