@@ -14,8 +14,10 @@ from sharding.layout import DATA, Layout
 from sharding.ragged import Group
 
 FORMS = ("gather", "all_to_all")
-COLLECTIVE_BYTES = 2**19
-"""What a link could have moved in the fixed time of one more collective: some 5 us at 100 GB/s, an assumption."""
+STEP_BYTES = 2**19
+"""What a link could have moved in the fixed time of a collective or a sort: some 5 us at 100 GB/s, an assumption."""
+HBM_PER_LINK = 8
+"""How many times faster a device writes and reads a buffer than a link brings it, an assumption."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,18 +117,19 @@ class Account:
 
     Attributes:
         moved: bytes that come from other devices.
-        buffers: bytes of the arrays that rows are sent from, received in, computed in and returned to.
-        collectives: how many run one after another.
+        buffers: bytes of the arrays that rows are sent from, received in, computed from, summed in and returned to;
+            what the experts themselves need comes on top.
+        steps: collectives and sorts, one after another.
     """
 
     moved: int
     buffers: int
-    collectives: int
+    steps: int
 
     @property
     def weighed(self) -> int:
-        """Bytes, with the fixed time of the collectives as bytes."""
-        return self.moved + self.collectives * COLLECTIVE_BYTES
+        """Bytes over a link that would take as long."""
+        return self.moved + self.buffers // HBM_PER_LINK + self.steps * STEP_BYTES
 
 
 def account_of_gather(layout: Layout, tokens: int, config: ModelConfig, itemsize: int) -> Account:
@@ -147,17 +150,19 @@ def account_of_all_to_all(
     row, total = _row(config, itemsize)
     moved = share * total * (layout.size(alike) - 1)
     buffers = share * total
-    steps = hops(layout, share, config.n_routed_experts, config.num_experts_per_tok, form)
+    trip = hops(layout, share, config.n_routed_experts, config.num_experts_per_tok, form)
     width = layout.size(layout.axes_of("expert_mlp"))
-    for hop in steps:
+    for hop in trip:
         others = hop.group.size - 1
         moved += math.ceil(hop.mean * others / hop.group.size) * (row + total) + hop.group.size * others * 4
-        buffers += (hop.sends + hop.receives) * (row + total)
-    arrived = (steps[-1].mean, steps[-1].receives) if steps else (share, share)
+        # What is received and what is returned are held in the form that travels and in that of a product.
+        buffers += (hop.sends + 2 * hop.receives) * (row + total)
+    arrived = (trip[-1].mean, trip[-1].receives) if trip else (share, share)
     moved += math.ceil(arrived[0]) * (width - 1) * (row + total)
     buffers += arrived[1] * width * (row + total) if width > 1 else 0
-    collectives = 4 * len(steps) + (3 if width > 1 else 0) + (1 if alike else 0)
-    return Account(moved, buffers, collectives)
+    # At a hop: sort, counts, rows, experts and gates, results, and the sum of them.
+    count = 6 * len(trip) + (3 if width > 1 else 0) + (1 if alike else 0)
+    return Account(moved, buffers, count)
 
 
 def _row(config: ModelConfig, itemsize: int) -> tuple[int, int]:
@@ -178,11 +183,12 @@ class Choice:
 def choose_form(
     layout: Layout, tokens: int, config: ModelConfig, *, itemsize: int = 2, transport: str = "ragged"
 ) -> Choice:
-    """The form that moves fewer bytes, when the fixed time of a collective counts as bytes too.
+    """The form that moves fewer bytes, when the fixed time of a step and the writing of buffers count as bytes too.
 
     A gather brings every token to every device, `devices - 1` rows a token; an all-to-all brings it to those that hold
-    one of its experts, `min(k, devices)` rows at most, but takes more collectives, one after another. So few tokens are
-    gathered, and so are any number where most devices need most tokens.
+    one of its experts, `min(k, devices)` rows at most, but takes more steps, one after another. So few tokens are
+    gathered, and so are any number where most devices need most tokens. The two assumed speeds are `STEP_BYTES` and
+    `HBM_PER_LINK`; both forms give the same result, so a layout that was measured may say otherwise.
 
     Args:
         tokens: of one device.
@@ -193,8 +199,8 @@ def choose_form(
     gather = account_of_gather(layout, tokens, config, itemsize)
     exchanged = account_of_all_to_all(layout, tokens, config, itemsize, wide)
     costs = (
-        f"gather {gather.moved / 2**20:.1f} MiB in {gather.collectives} collectives, "
-        f"all-to-all {exchanged.moved / 2**20:.1f} MiB in {exchanged.collectives}"
+        f"gather moves {gather.moved / 2**20:.1f} MiB in {gather.steps} steps, "
+        f"all-to-all {exchanged.moved / 2**20:.1f} MiB in {exchanged.steps}"
     )
     if not axes_of_dispatch(layout)[0]:
         return Choice(GATHER, "every device has all tokens that its experts may get", gather, exchanged)

@@ -20,6 +20,8 @@ from sharding.layout import DATA, Layout
 Array = TypeVar("Array", jax.Array, np.ndarray)
 
 TRANSPORTS = ("ragged", "padded")
+OVERLAP_OPTIONS = {"xla_tpu_enable_async_ragged_all_to_all": True}
+"""Compiler options with which a TPU computes while rows travel (libtpu 0.0.42); without them it waits for each row."""
 
 
 def resolve_transport(name: str | None, platform: str) -> str:
@@ -40,7 +42,7 @@ def resolve_transport(name: str | None, platform: str) -> str:
 
 
 class Window(NamedTuple):
-    """What one device sends and receives in one exchange, int32 `[devices]` each, as `jax.lax.ragged_all_to_all` has it.
+    """What one device sends and receives in one exchange, int32 `[devices]` each; see `jax.lax.ragged_all_to_all`.
 
     Attributes:
         input_offsets: row of the operand where the rows for each device begin.
@@ -95,14 +97,12 @@ class Sending(NamedTuple):
 
     Attributes:
         token_of: int32 `[rows]`, the token in each row; rows past the last hold any.
-        destination_of: int32 `[rows]`, the destination of each row; past the last the number of destinations.
         row_of: int32 `[tokens, k]`, the row of each token's choice, -1 when none or when an earlier choice of the
             token has that destination.
         counts: int32 `[destinations]`, rows for each.
     """
 
     token_of: Any
-    destination_of: Any
     row_of: Any
     counts: Any
 
@@ -126,10 +126,33 @@ def rows_to_send(destinations: Array, count: int) -> Sending:
     rows = order[: tokens * min(k, count)]
     row_of = xp.where(key < count, xp.argsort(order).astype(xp.int32), -1).reshape(tokens, k)
     counts = (key[:, None] == xp.arange(count)).sum(0, dtype=xp.int32)
-    return Sending(rows // k, key[rows].astype(xp.int32), row_of, counts)
+    return Sending(rows // k, row_of, counts)
 
 
 # The devices of an exchange, and the exchange.
+
+
+def as_pieces(x: jax.Array) -> jax.Array:
+    """`[rows, n]` as `[rows, pieces, n / pieces]`, a piece for each value that fits in 32 bits.
+
+    A TPU exchanges rows in this form, whose tile is one row. Buffers that are made, carried and read in it are not
+    copied into another layout at each exchange.
+    """
+    pieces = max(1, 4 // x.dtype.itemsize)
+    return x.reshape(x.shape[0], pieces, -1) if x.shape[1] % pieces == 0 else x[:, None]
+
+
+def as_rows(pieces: jax.Array) -> jax.Array:
+    """`[rows, n]` of `as_pieces`."""
+    return pieces.reshape(pieces.shape[0], -1)
+
+
+def unwritten(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
+    """A buffer to exchange rows into; what it holds is not defined.
+
+    A buffer of zeros would be made once for all layers, live as long as they run, and be copied in each.
+    """
+    return jax.lax.empty(shape, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
