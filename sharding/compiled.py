@@ -67,7 +67,7 @@ def compile_for(
     """Compiles a function for the slice of a mesh.
 
     Args:
-        function: not jitted.
+        function: jitted or not; what its own `jax.jit` says of donation does not count here.
         arguments: trees of `jax.ShapeDtypeStruct` with shardings over `placed.mesh`. Unused ones are kept, since they
             are in memory all the same.
         donate: numbers of the arguments whose memory the outputs may take over.
@@ -81,9 +81,10 @@ def compile_for(
         jax.errors.JaxRuntimeError: the compiler refuses for another reason than HBM.
     """
     mesh, topology = placed.mesh, placed.topology
+    plain = getattr(function, "__wrapped__", function) if isinstance(function, jax.stages.Wrapped) else function
     start = time.perf_counter()
     with jax.set_mesh(mesh):
-        lowered = jax.jit(function, donate_argnums=tuple(donate), keep_unused=True).lower(*arguments)
+        lowered = jax.jit(plain, donate_argnums=tuple(donate), keep_unused=True).lower(*arguments)
     lowered_at = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="compile_for_") as folder:
         executable: Any = None

@@ -11,7 +11,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from sharding.hlo_bytes import hbm_bytes
+from sharding.hlo_bytes import hbm_bytes, is_note
 from sharding.hlo_calls import Conditional, Loop, executions
 from sharding.hlo_collectives import Collective, MeshAxes, collectives
 from sharding.hlo_flops import cost_estimate, flops_of
@@ -131,7 +131,6 @@ def analyse(
 
 
 _MOVES = frozenset({"copy", "transpose", "reshape", "slice", "dynamic-slice", "concatenate", "pad", "reverse"})
-_SEEN_THROUGH = frozenset({"bitcast", "convert"})
 
 
 def _copies(module: Module, instruction: Instruction, executed: float, smallest: int) -> Iterator[Copy]:
@@ -155,9 +154,15 @@ def _last_step(module: Module, instruction: Instruction) -> str:
         return instruction.opcode
     inner = module.computations[instruction.called("calls")[0]]
     at = inner.root
-    while at.opcode in _SEEN_THROUGH:
+    # Inside of a fusion a reshape, or a transpose to the same order, is only another way to number the elements.
+    while at.opcode in ("bitcast", "convert", "reshape") or _keeps_order(at):
         at = inner.instructions[at.operands[0]]
     return _last_step(module, at)
+
+
+def _keeps_order(instruction: Instruction) -> bool:
+    order = re.findall(r"\d+", instruction.attribute("dimensions"))
+    return instruction.opcode == "transpose" and order == [str(number) for number in range(len(order))]
 
 
 def _kernels(module: Module, times: Mapping[str, float]) -> Iterator[Kernel]:
@@ -183,7 +188,9 @@ def _kernels(module: Module, times: Mapping[str, float]) -> Iterator[Kernel]:
 def _custom_calls(module: Module, computation: Computation) -> Iterator[Instruction]:
     for instruction in computation.instructions.values():
         if instruction.opcode == "custom-call":
-            yield instruction
+            # Notes of the compiler to itself are no work.
+            if not is_note(instruction):
+                yield instruction
         elif instruction.opcode == "fusion":
             for name in instruction.called("calls"):
                 yield from _custom_calls(module, module.computations[name])

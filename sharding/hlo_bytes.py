@@ -8,6 +8,7 @@ the sum is a floor.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from sharding.hlo_flops import cost_estimate
@@ -22,8 +23,9 @@ _FREE = _words(
     "parameter constant tuple get-tuple-element bitcast while conditional call after-all partition-id replica-id "
     "opt-barrier domain add-dependency get-dimension-size async-start async-update call-start"
 )
-_FREE_CALLS = frozenset(
-    {"AssumeGatherIndicesInBound", "ConcatBitcast", "AllocateBuffer", "Sharding", "GetInternalScratch"}
+_NOTES = _words(
+    "AssumeGatherIndicesInBound ConcatBitcast AllocateBuffer Sharding GetInternalScratch PrepareAsyncCallStart "
+    "PrepareAsyncCallDone GatherScatterIndicesBitpacked SliceId"
 )
 _SLICES = frozenset({"dynamic-slice", "slice", "gather"})
 _SAME_SHAPE = _words(
@@ -64,6 +66,11 @@ def hbm_bytes(module: Module, computation: Computation, instruction: Instruction
     if opcode in ("send", "recv"):
         return (_in_hbm(operands[0]), 0) if opcode == "send" else (0, _in_hbm(element(instruction.type, 0)))
     return sum(map(_in_hbm, operands)), _in_hbm(instruction.type)
+
+
+def is_note(instruction: Instruction) -> bool:
+    """Whether a custom call does nothing by itself: the compiler marks memory and asynchronous calls with them."""
+    return instruction.opcode == "custom-call" and instruction.attribute("custom_call_target").strip('"') in _NOTES
 
 
 def updated_in_place(module: Module, computation: Computation, instruction: Instruction) -> dict[int, int]:
@@ -107,7 +114,7 @@ def _start(instruction: Instruction, source: Type) -> tuple[int, int]:
 
 
 def _custom_call(instruction: Instruction, operands: list[Type]) -> tuple[int, int]:
-    if instruction.attribute("custom_call_target").strip('"') in _FREE_CALLS:
+    if is_note(instruction):
         return 0, 0
     estimate = cost_estimate(instruction)
     if "bytes_accessed" in estimate:
@@ -121,7 +128,7 @@ def _fusion(module: Module, instruction: Instruction, operands: list[Type]) -> t
     for number, operand in enumerate(operands):
         size = _in_hbm(operand)
         if size:
-            read += math.ceil(size * _touched(module, inner, inner.parameters[number]))
+            read += math.ceil(size * _touched(_Within(module, inner), inner.parameters[number]))
     roots = inner.root.operands if inner.root.opcode == "tuple" else (inner.root.name,)
     results = instruction.type if isinstance(instruction.type, tuple) else (instruction.type,)
     written = sum(
@@ -150,7 +157,16 @@ def _through_bitcasts(computation: Computation, instruction: Instruction) -> Ins
     return instruction
 
 
-def _touched(module: Module, computation: Computation, value: Instruction, updated: bool = False) -> float:
+@dataclasses.dataclass(frozen=True)
+class _Within:
+    """A fused computation, and the share of its result that whoever calls it looks at."""
+
+    module: Module
+    computation: Computation
+    result_share: float = 1.0
+
+
+def _touched(within: _Within, value: Instruction, updated: bool = False) -> float:
     """Share of a value's elements that a fusion looks at.
 
     Args:
@@ -158,35 +174,29 @@ def _touched(module: Module, computation: Computation, value: Instruction, updat
     """
     if not isinstance(value.type, Array):
         return 1.0
-    share = 1.0 if value.root and not updated else 0.0
-    for user in computation.users[value.name]:
-        share += _touched_by(module, computation, value, user, updated)
+    share = within.result_share if value.root and not updated else 0.0
+    for user in within.computation.users[value.name]:
+        share += _touched_by(within, value, user, updated)
         if share >= 1:
             return 1.0
     return share
 
 
-def _touched_by(
-    module: Module, computation: Computation, value: Instruction, user: Instruction, updated: bool
-) -> float:
+def _touched_by(within: _Within, value: Instruction, user: Instruction, updated: bool) -> float:
     first = user.operands[0] == value.name and user.operands.count(value.name) == 1
     if user.opcode in _SLICES and first:
-        used = _touched(module, computation, user) if not user.root else 1.0
-        return used * next(arrays(user.type)).elements / max(1, next(arrays(value.type)).elements)
+        part = next(arrays(user.type)).elements / max(1, next(arrays(value.type)).elements)
+        return _touched(within, user) * part
     if user.opcode in ("dynamic-update-slice", "scatter") and first:
-        return _touched(module, computation, user, updated=True)
+        return _touched(within, user, updated=True)
     if user.opcode in _SAME_SHAPE:
         # A bitcast of an updated array is still that array; anything else is computed from it.
-        return _touched(module, computation, user, updated and user.opcode == "bitcast")
+        return _touched(within, user, updated and user.opcode == "bitcast")
     if user.opcode == "fusion":
-        inner = module.computations[user.called("calls")[0]]
-        share = sum(
-            _touched(module, inner, inner.parameters[number])
-            for number, operand in enumerate(user.operands)
-            if operand == value.name
-        )
-        # What the inner fusion looks at matters as far as its own result is looked at.
-        return min(1.0, share)
-    if user.opcode == "tuple" and user.root and updated:
-        return 0.0
+        inner = within.module.computations[user.called("calls")[0]]
+        inside = _Within(within.module, inner, _touched(within, user))
+        numbers = [number for number, operand in enumerate(user.operands) if operand == value.name]
+        return min(1.0, sum(_touched(inside, inner.parameters[number]) for number in numbers))
+    if user.opcode == "tuple" and user.root:
+        return 0.0 if updated else within.result_share
     return 1.0

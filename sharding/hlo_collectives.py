@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from sharding.hlo_bytes import hbm_bytes
+from sharding.hlo_bytes import hbm_bytes, is_note
 from sharding.hlo_calls import own_calls
 from sharding.hlo_flops import flops_of
 from sharding.hlo_text import Array, Computation, Instruction, Module, arrays
@@ -193,12 +193,8 @@ def _beside(module: Module, computation: Computation, start: Instruction) -> Ite
             started = True
         elif started and instruction.opcode == done and (start.name in instruction.operands or done == "recv-done"):
             return
-        elif started and instruction.opcode in _COMPUTES and not _is_notice(instruction):
+        elif started and instruction.opcode in _COMPUTES and not is_note(instruction):
             yield computation, instruction
-
-
-def _is_notice(instruction: Instruction) -> bool:
-    return "PrepareAsyncCall" in instruction.attributes or "ConcatBitcast" in instruction.attributes
 
 
 def _groups(instruction: Instruction, mesh: MeshAxes, dcn: bool) -> tuple[tuple[str, ...], bool, int]:

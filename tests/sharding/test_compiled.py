@@ -210,6 +210,13 @@ def test_arguments_of_trees_and_unused_ones_are_there(one):
     assert step.memory.arguments == 2 * (256 * 256 + 128 * 128 + 512 * 128)
 
 
+def test_a_jitted_function_is_taken_apart(one):
+    jitted = jax.jit(lambda x, y: x + y, donate_argnums=1)
+    step = compile_for(jitted, (array(one, (512, 512)), array(one, (512, 512))), one, donate=[0])
+    assert step.memory.aliased == 512 * 512 * 2
+    assert step.memory.outputs == 0
+
+
 def test_a_slice_into_a_kernel_is_a_copy(one):
     """What a kernel states about itself counts; the slice of a stack that it is given is materialised."""
 

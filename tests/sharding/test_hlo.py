@@ -145,6 +145,15 @@ def test_an_update_in_place_moves_the_rows_and_a_copy_moves_everything():
     assert analyse(SAMPLES["update"], MeshAxes(()), copies_from=cache + 1).copies == ()
 
 
+def test_a_slice_behind_other_steps_of_a_fusion_is_still_a_slice():
+    """TPU7x relabels a stack by a fusion in a fusion before the layer is cut out of it."""
+    found = analyse(SAMPLES["nested"], MeshAxes(()))
+    layer = 256 * 6144 * 2
+    assert found.hbm_read == pytest.approx(layer + 64 * 6144 * 2, rel=1e-3)
+    # A gather whose rows are only numbered anew afterwards is no copy.
+    assert found.copies == ()
+
+
 def test_collectives_in_calls_and_fusions():
     found = {one.kind: one for one in analyse(SAMPLES["mixed"], EIGHT).collectives}
     whole = 4096 * 4096 * 2
