@@ -27,6 +27,14 @@ def build(config: ModelConfig, make: Callable[[Param], Any]) -> dict[str, Any]:
     return tree
 
 
+def leaf_of(params: dict[str, Any], path: str) -> Any:
+    """The leaf of a parameter tree at a path of the table; None where there is none."""
+    node: Any = params
+    for name in path.split("."):
+        node = node.get(name) if isinstance(node, dict) else None
+    return node
+
+
 def abstract_params(config: ModelConfig, *, dtype: Any = None) -> dict[str, Any]:
     """Shapes and types of the parameters as `load_params` makes them, without any of their bytes.
 

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from glm52_jax.cache import Cache
 from glm52_jax.checkpoint.leaf_shardings import of_codes
 from glm52_jax.config import ModelConfig
-from glm52_jax.params import build
+from glm52_jax.params import build, leaf_of
 from glm52_jax.quant import BlockQuantized
 from glm52_jax.spec import Param
 from sharding.layout import Layout
@@ -38,7 +38,7 @@ def param_shardings(config: ModelConfig, layout: Layout, mesh: Mesh) -> Callable
     return lambda param: NamedSharding(mesh, param_spec(param, config, layout))
 
 
-def param_specs(params: Any, config: ModelConfig, layout: Layout, mesh: Mesh) -> Any:
+def param_specs(params: Any, config: ModelConfig, layout: Layout, mesh: Mesh | AbstractMesh) -> Any:
     """A tree of specs like `params`; codes and their scales have one each.
 
     Raises:
@@ -46,7 +46,7 @@ def param_specs(params: Any, config: ModelConfig, layout: Layout, mesh: Mesh) ->
     """
 
     def specs(param: Param) -> Any:
-        leaf = _leaf(params, param.path)
+        leaf = leaf_of(params, param.path)
         if leaf is None:
             return None
         spec = param_spec(param, config, layout)
@@ -77,10 +77,3 @@ def batch_spec(layout: Layout, *names: str) -> PartitionSpec:
 def named(specs: Any, mesh: Mesh) -> Any:
     """Shardings of a tree of specs."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-
-
-def _leaf(params: Any, path: str) -> Any:
-    node = params
-    for name in path.split("."):
-        node = node.get(name) if isinstance(node, dict) else None
-    return node

@@ -147,10 +147,10 @@ class StepProvider:
     def state(self) -> State:
         """An empty state."""
         if self.mesh is None:
-            return self._own_state()
+            return self.own_state()
         return _sharded_state(self)()
 
-    def _own_state(self) -> State:
+    def own_state(self) -> State:
         """One device's part of an empty state."""
         room, batch = self.draft_tokens + 1, self.batch // self.layout.parts("batch")
         return State(
@@ -171,7 +171,7 @@ class StepProvider:
 
     def state_specs(self) -> State:
         """Specs of the state on the mesh."""
-        state, row = jax.eval_shape(self._own_state), batch_spec(self.layout)
+        state, row = jax.eval_shape(self.own_state), batch_spec(self.layout)
         specs = jax.tree.map(lambda _: row, state)
         return dataclasses.replace(specs, cache=cache_specs(state.cache, self.layout))
 
@@ -214,7 +214,7 @@ class StepProvider:
             params, state, *rest = _with_shardings(whole, specs, self.mesh)
             arguments = dict(zip(arguments, rest, strict=True))
         return Step(
-            function=getattr(self, method),
+            function=self._function(method, tuple(arguments)),
             arguments=(params, state, *arguments.values()),
             names=("params", "state", *arguments),
             donated=("state",),
@@ -248,9 +248,10 @@ class StepProvider:
 
         return tuple(jax.tree.map(lambda leaf, s=spec: put(s, leaf), v) for spec, v in zip(specs, values, strict=True))
 
-    def sharded(self, method: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
-        """The step on all shards of the mesh, with collectives where it says so and nowhere else."""
-        assert self.mesh is not None
+    def _function(self, method: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
+        """The step; on a mesh it runs on all shards, with collectives where it says so and nowhere else."""
+        if self.mesh is None:
+            return getattr(self, method)
         results = {"_prefill": 1, "_decode": 1, "_verify": 2}[method]
 
         def run(params: dict[str, Any], state: State, *rest: Any) -> Any:
@@ -363,16 +364,13 @@ class StepProvider:
 @lru_cache(maxsize=64)
 def _jitted(provider: StepProvider, method: str, arguments: tuple[str, ...]) -> Any:
     # Keyed by the provider's value: bound methods of equal providers are not equal themselves.
-    function = getattr(provider, method) if provider.mesh is None else provider.sharded(method, arguments)
-    return jax.jit(function, donate_argnums=1)
+    return jax.jit(provider._function(method, arguments), donate_argnums=1)
 
 
 @lru_cache(maxsize=64)
 def _sharded_state(provider: StepProvider) -> Any:
     specs = provider.state_specs()
-    return jax.jit(
-        jax.shard_map(provider._own_state, mesh=provider.mesh, in_specs=(), out_specs=specs, check_vma=False)
-    )
+    return jax.jit(jax.shard_map(provider.own_state, mesh=provider.mesh, in_specs=(), out_specs=specs, check_vma=False))
 
 
 def _with_shardings(values: tuple[Any, ...], specs: tuple[Any, ...], mesh: Mesh) -> list[Any]:

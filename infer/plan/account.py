@@ -1,0 +1,110 @@
+"""Bytes of one device's share of the model and its caches, by arithmetic: no compiler and no device is needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from glm52_jax.config import ModelConfig
+from glm52_jax.params import abstract_params, leaf_of
+from glm52_jax.placement import param_spec, param_specs
+from glm52_jax.row_formats import CacheFormat, parts_of
+from glm52_jax.spec import parameters
+from infer.steps import State
+from sharding.layout import AXES, Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Account:
+    """Bytes on one device.
+
+    Attributes:
+        parameters: by part of the model.
+        latent, index_keys: caches of this device's sequences and pages.
+        state: the rest of the state: page table, tokens, windows of drafts.
+        replicated: parameters of at least 64 MB that every device has whole, by path.
+    """
+
+    parameters: dict[str, int]
+    latent: int
+    index_keys: int
+    state: int
+    replicated: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parameters.values()) + self.latent + self.index_keys + self.state
+
+
+REPLICATED_FROM = 64 * 10**6
+
+
+def abstract_mesh(layout: Layout) -> AbstractMesh:
+    """The layout's mesh without devices."""
+    return AbstractMesh((layout.data, layout.expert, layout.tensor), AXES)
+
+
+def parameter_bytes(config: ModelConfig, layout: Layout) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of a device's parameters by part, and those that every device has whole by path.
+
+    Raises:
+        InputError: the layout does not divide a parameter.
+    """
+    params = abstract_params(config)
+    specs = param_specs(params, config, layout, abstract_mesh(layout))
+    by_part: Counter[str] = Counter()
+    replicated = {}
+    for param in parameters(config):
+        leaf = leaf_of(params, param.path)
+        if leaf is None:
+            continue
+        size = own_bytes(layout, leaf, leaf_of(specs, param.path))
+        by_part[param.part] += size
+        if not any(param_spec(param, config, layout)) and size >= REPLICATED_FROM and layout.devices > 1:
+            replicated[param.path] = size
+    return dict(by_part), replicated
+
+
+def own_bytes(layout: Layout, tree: Any, specs: Any) -> int:
+    """Bytes of a device's part of a tree of shapes."""
+
+    def one(spec: PartitionSpec, leaf: Any) -> int:
+        axes = [axis for entry in spec if entry for axis in ([entry] if isinstance(entry, str) else entry)]
+        return math.prod(leaf.shape) * leaf.dtype.itemsize // layout.size(axes)
+
+    sizes = jax.tree.map(one, specs, tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return sum(jax.tree.leaves(sizes))
+
+
+def account(config: ModelConfig, layout: Layout, state: State) -> Account:
+    """The account of a step.
+
+    Args:
+        state: shapes of one device's part of it, as `StepProvider.own_state` gives them.
+
+    Raises:
+        InputError: the layout does not divide a parameter.
+    """
+    by_part, replicated = parameter_bytes(config, layout)
+    latent, keys = (
+        sum(part.size * part.dtype.itemsize for part in parts_of(stack).values())
+        for stack in (state.cache.latent, state.cache.index_keys)
+    )
+    everything = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    return Account(by_part, latent, keys, everything - latent - keys, replicated)
+
+
+def sequence_bytes(config: ModelConfig, layout: Layout, form: CacheFormat, dtype: Any, context: int) -> float:
+    """Bytes of cache that one sequence takes on each device that has a part of it."""
+    from glm52_jax.spec import Stack, stack_layers
+
+    layers, indexers = (len(stack_layers(config, stack)) for stack in (Stack.LAYER, Stack.INDEXER))
+    rows = (
+        form.latent_rows(config, layers, dtype).row_bytes * layers + form.key_rows(config, dtype).row_bytes * indexers
+    )
+    return rows * context / layout.parts("kv_pages")

@@ -1,0 +1,448 @@
+"""`plan`: compiles a step of the full model for a slice of TPUs and says what the compiler made of it.
+
+Times here are floors: what the work would take at least if one resource were used perfectly and nothing else took any
+time. None of them is a prediction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import Any
+
+import jax
+
+from glm52_jax.config import FULL, SPARSE, ModelConfig
+from glm52_jax.errors import InputError
+from glm52_jax.params import abstract_params
+from glm52_jax.row_formats import CACHE_FORMATS, CacheFormat
+from infer.plan.account import Account, account, parameter_bytes
+from infer.steps import StepProvider
+from sharding.layout import Layout
+from sharding.presets import PRESETS, read_layouts
+from sharding.topology import Topology
+
+STEPS = ("decode", "verify", "prefill")
+LARGE = 64 * 10**6
+"""Bytes from which on a copy or an array that every device has is worth a warning."""
+ROOM = 0.9
+"""Part of the HBM that a preset's account may take, so that temporaries find room."""
+LARGEST_TEMPORARIES = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What is to be planned.
+
+    Attributes:
+        config: of the model.
+        topology: the slice.
+        layout: of its devices.
+        step: "decode", "verify" (drafts and their verification) or "prefill".
+        batch: sequences of the step.
+        context: positions that each has room for.
+        chunk: tokens of each sequence in a prefill step.
+        draft_tokens: drafts a verify step.
+        kv: "plain", "fp8" or "fp8-tensor", see `row_formats.CACHE_FORMATS`.
+        kernels: backend of the kernels; the best for TPUs when None.
+        row_copy_ns: cost of issuing the copy of one row of the cache; the chip's stated one when None.
+    """
+
+    config: ModelConfig
+    topology: Topology
+    layout: Layout
+    step: str = "decode"
+    batch: int = 1
+    context: int = 128 * 1024
+    chunk: int = 4096
+    draft_tokens: int = 0
+    kv: str = "plain"
+    kernels: str | None = None
+    row_copy_ns: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the step takes in, over all sequences; a verify step may keep as few as one of each."""
+        return self.batch * (self.chunk if self.step == "prefill" else 1)
+
+    def provider(self, mesh: Any) -> StepProvider:
+        """The provider of the step, as generation would build it."""
+        params = abstract_params(self.config)
+        return StepProvider.of(
+            params,
+            self.config,
+            batch=self.batch,
+            capacity=self.context - self.draft_tokens,
+            chunk=self.chunk if self.step == "prefill" else self.layout.parts("tokens"),
+            draft_tokens=self.draft_tokens,
+            backend=self.kernels,
+            cache_format=cache_format(self.kv),
+            layout=self.layout,
+            mesh=mesh,
+        )
+
+    def key(self) -> str:
+        """A text that is the same for equal requests."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class Floor:
+    """A time that the step takes at least, by one resource.
+
+    Attributes:
+        resource: "compute", "HBM", "ICI", "DCN" or "row copies".
+        seconds: of one step.
+        of: what it is made of, in words.
+    """
+
+    resource: str
+    seconds: float
+    of: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a slice makes of a step; bytes are those of one device.
+
+    Attributes:
+        request: in words, by field.
+        account: bytes by arithmetic.
+        compiled: whether the compiler was asked; without libtpu the account is all there is.
+        fits: whether it fits; by the account alone where nothing was compiled.
+        memory: bytes: "arguments", "outputs", "temporaries", "total", "limit", "free", "code".
+        temporaries: the largest places of the working memory: name, shape, bytes.
+        collectives: kind, mesh axes, network, bytes sent, how often, how many overlap with computation.
+        flops: operations by type.
+        hbm_bytes: moved to and from HBM.
+        floors: of the time of a step, the longest first.
+        tokens_per_second_per_device: at the longest floor.
+        kernels: custom calls by name, with how often they run.
+        warnings: sentences.
+        seconds: of lowering and compiling, here.
+        refusal: what the compiler said where it does not fit.
+    """
+
+    request: dict[str, Any]
+    account: Account
+    compiled: bool
+    fits: bool
+    memory: dict[str, int]
+    temporaries: list[dict[str, Any]]
+    collectives: list[dict[str, Any]]
+    flops: dict[str, float]
+    hbm_bytes: float
+    floors: list[Floor]
+    tokens_per_second_per_device: float | None
+    kernels: list[dict[str, Any]]
+    warnings: list[str]
+    seconds: dict[str, float]
+    refusal: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"total_of_account": self.account.total}
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> Plan:
+        fields = {f.name for f in dataclasses.fields(cls)}
+        raw = {name: value for name, value in raw.items() if name in fields}
+        return cls(**raw | {"account": Account(**raw["account"]), "floors": [Floor(**f) for f in raw["floors"]]})
+
+
+def cache_format(kv: str) -> CacheFormat:
+    """The cache's format by its name on the command line.
+
+    Raises:
+        InputError: no such name.
+    """
+    if kv not in CACHE_FORMATS:
+        raise InputError(f"kv is {kv!r}, expected {' or '.join(CACHE_FORMATS)}")
+    return CACHE_FORMATS[kv]
+
+
+def request(
+    config: ModelConfig,
+    topology: str | Topology,
+    layout: str | Layout = "throughput",
+    step: str = "decode",
+    *,
+    batch: int = 1,
+    context: int = 128 * 1024,
+    **options: Any,
+) -> Request:
+    """What is asked for, checked: nonsense is refused here, before the compiler is loaded.
+
+    Args:
+        topology: for instance "v5p:4x4x4", or "2xv6e:16x16" for two slices.
+        layout: a preset, sizes such as "expert=16,tensor=4", a TOML file, or a `Layout`. Of a preset the first that
+            divides the model and fits by the account is taken.
+        options: `chunk`, `draft_tokens`, `kv`, `kernels`, `row_copy_ns`.
+
+    Raises:
+        InputError: an unknown slice, layout, step or format; sizes that do not divide; a context past the model's.
+    """
+    topology = Topology.parse(topology) if isinstance(topology, str) else topology
+    if step not in STEPS:
+        raise InputError(f"step is {step!r}, expected {', '.join(STEPS)}")
+    if not 1 <= context <= config.max_position_embeddings:
+        raise InputError(
+            f"context is {context}, expected 1 to {config.max_position_embeddings}, the model's max_position_embeddings"
+        )
+    if batch < 1:
+        raise InputError(f"batch is {batch}, expected at least 1")
+    if step == "verify":
+        options = {"draft_tokens": 3} | options
+    cache_format(options.get("kv", "plain"))
+    if isinstance(layout, Layout):
+        candidates: tuple[Layout, ...] = (layout,)
+    else:
+        candidates = read_layouts(layout, topology.device_count, topology.slices, experts=config.n_routed_experts)
+    asked = [Request(config, topology, one, step, batch, context, **options) for one in candidates]
+    return _first_that_fits(asked, preset=isinstance(layout, str) and layout in PRESETS)
+
+
+def _first_that_fits(asked: list[Request], *, preset: bool) -> Request:
+    """The first request whose layout divides the model and the batch, and, of a preset, whose account fits."""
+    refusals, divided = [], []
+    for one in asked:
+        one.topology.check(one.layout)
+        # A batch that the devices do not divide is filled up with rows of padding, as generation does.
+        parts = one.layout.parts("batch")
+        filled = dataclasses.replace(one, batch=-(-one.batch // parts) * parts)
+        try:
+            parameter_bytes(one.config, one.layout)
+        except InputError as error:
+            refusals.append(error)
+            continue
+        divided.append(filled)
+        if not preset or accounted(filled).total <= ROOM * one.topology.chip.hbm_bytes:
+            return filled
+    if not divided:
+        raise refusals[0]
+    return min(divided, key=lambda one: accounted(one).total)
+
+
+def accounted(asked: Request) -> Account:
+    """The analytic account of a request."""
+    provider = dataclasses.replace(asked.provider(None), layout=asked.layout) if asked.layout.devices == 1 else None
+    state = jax.eval_shape((provider or _planned(asked)).own_state)
+    return account(asked.config, asked.layout, state)
+
+
+def _planned(asked: Request) -> StepProvider:
+    return asked.provider(_Abstract())
+
+
+class _Device:
+    platform = "tpu"
+
+
+class _Abstract:
+    """Stands for a mesh where only the platform is asked for."""
+
+    @property
+    def devices(self) -> Any:
+        import numpy as np
+
+        return np.array([_Device()], object)
+
+
+def compile_plan(asked: Request) -> Plan:
+    """Compiles the step of a request.
+
+    Raises:
+        InputError: libtpu is not installed.
+    """
+    from sharding.compiled import compile_for
+
+    placed = asked.topology.mesh(asked.layout)
+    provider = asked.provider(placed.mesh)
+    step = getattr(provider, asked.step)(abstract_params(asked.config))
+    compiled = compile_for(
+        step.function,
+        step.arguments,
+        placed,
+        donate=[step.names.index(name) for name in step.donated],
+        names=step.names,
+        shares=shares(asked.config),
+        copies_from=LARGE,
+    )
+    memory, program = compiled.memory, compiled.program
+    own = accounted(asked)
+    floors = sorted(_floors(asked, program), key=lambda floor: -floor.seconds)
+    longest = floors[0].seconds if floors else 0.0
+    return Plan(
+        request=described(asked) | {"placement": placed.placement},
+        account=own,
+        compiled=True,
+        fits=compiled.fits,
+        memory={
+            name: getattr(memory, name)
+            for name in ("arguments", "outputs", "temporaries", "total", "limit", "free", "code")
+        },
+        temporaries=[
+            {"name": place.label, "shape": place.shape, "bytes": place.bytes}
+            for place in compiled.temporaries[:LARGEST_TEMPORARIES]
+        ],
+        collectives=_collectives(program),
+        flops={name: float(count) for name, count in program.flops.items()},
+        hbm_bytes=float(program.hbm_bytes),
+        floors=floors,
+        tokens_per_second_per_device=asked.tokens / longest / asked.layout.devices if longest else None,
+        kernels=[{"name": k.name, "executed": k.executed, "flops": k.flops} for k in program.kernels],
+        warnings=_warnings(own, compiled),
+        seconds={"lower": compiled.lower_seconds, "compile": compiled.compile_seconds},
+        refusal=compiled.refusal,
+    )
+
+
+def analytic_plan(asked: Request, why: str) -> Plan:
+    """What can be said without the compiler."""
+    own, limit = accounted(asked), asked.topology.chip.hbm_bytes
+    return Plan(
+        request=described(asked),
+        account=own,
+        compiled=False,
+        fits=own.total <= limit,
+        memory={"arguments": own.total, "limit": limit, "free": limit - own.total},
+        temporaries=[],
+        collectives=[],
+        flops={},
+        hbm_bytes=0.0,
+        floors=[],
+        tokens_per_second_per_device=None,
+        kernels=[],
+        warnings=[f"{why}; this is the account alone, without temporaries, collectives and floors"],
+        seconds={},
+    )
+
+
+def described(asked: Request) -> dict[str, Any]:
+    """A request by words and numbers."""
+    layout = asked.layout
+    return {
+        "topology": asked.topology.name,
+        "chips": asked.topology.chips_per_slice * asked.topology.slices,
+        "devices": layout.devices,
+        "layout": layout.name,
+        "data": layout.data,
+        "expert": layout.expert,
+        "tensor": layout.tensor,
+        "step": asked.step,
+        "batch": asked.batch,
+        "context": asked.context,
+        "chunk": asked.chunk if asked.step == "prefill" else None,
+        "draft_tokens": asked.draft_tokens,
+        "kv": asked.kv,
+        "weights": asked.config.quantization.method if asked.config.quantization else asked.config.dtype,
+        "full_layers": sum(kind == FULL for kind in asked.config.indexer_types),
+    }
+
+
+def shares(config: ModelConfig) -> dict[str, tuple[float, float]]:
+    """How often each branch of the two conditionals of a layer is taken (`lax.cond`: False first)."""
+    layers = config.num_hidden_layers
+    full = sum(kind == FULL for kind in config.indexer_types) / layers
+    sparse = sum(kind == SPARSE for kind in config.mlp_layer_types) / layers
+    return {"attention": (1 - full, full), "mlp": (sparse, 1 - sparse)}
+
+
+_NAMES = {"bf16": "bf16", "f8e4m3fn": "fp8", "s8": "int8"}
+
+
+def _floors(asked: Request, program: Any) -> list[Floor]:
+    chip, layout = asked.topology.chip, asked.layout
+    compute = sum(count / chip.peak(dtype) for dtype, count in program.flops.items())
+    operations = ", ".join(f"{count / 1e12:.3g} T of {dtype}" for dtype, count in program.flops.items())
+    sent = {"ici": 0.0, "dcn": 0.0}
+    for (_, _, network), size in program.sent_bytes().items():
+        sent[network] += size
+    floors = [
+        Floor("compute", compute, f"operations: {operations}"),
+        Floor(
+            "HBM",
+            program.hbm_bytes / chip.hbm_bytes_per_s,
+            f"{program.hbm_bytes / 1e9:,.1f} GB at {chip.hbm_bytes_per_s / 1e12:.3g} TB/s",
+        ),
+    ]
+    for network, rate in (("ici", chip.ici_bytes_per_s), ("dcn", chip.dcn_bytes_per_s)):
+        if sent[network]:
+            floors.append(
+                Floor(network.upper(), sent[network] / rate, f"{sent[network] / 1e9:.3g} GB at {rate / 1e9:.3g} GB/s")
+            )
+    rows = _selected_rows(asked)
+    cost = chip.row_copy_ns if asked.row_copy_ns is None else asked.row_copy_ns
+    floors.append(Floor("row copies", rows * cost / 1e9, f"{rows:,.0f} rows of the cache at {cost:.3g} ns"))
+    return floors
+
+
+def _selected_rows(asked: Request) -> float:
+    """Rows of latents that a device's queries select in a step, when selections are even over the devices."""
+    config, layout = asked.config, asked.layout
+    queries = asked.tokens * (asked.draft_tokens + 1 if asked.step == "verify" else 1) / layout.parts("batch")
+    chosen = min(config.index_topk, asked.context)
+    return config.num_hidden_layers * queries * chosen / layout.parts("kv_pages")
+
+
+def _collectives(program: Any) -> list[dict[str, Any]]:
+    """Collectives of one kind, axis and network together, the most bytes first."""
+    found: dict[tuple[str, tuple[str, ...], str], dict[str, Any]] = {}
+    for one in program.collectives:
+        if not one.executed:
+            continue
+        row = found.setdefault(
+            (one.kind, one.axes, one.network),
+            {
+                "kind": one.kind,
+                "axes": list(one.axes),
+                "network": one.network,
+                "bytes": 0.0,
+                "executed": 0.0,
+                "overlapped": 0.0,
+            },
+        )
+        row["bytes"] += one.sent_bytes * one.executed
+        row["executed"] += one.executed
+        row["overlapped"] += one.executed * one.overlapped
+    return sorted(found.values(), key=lambda row: -row["bytes"])
+
+
+def _warnings(own: Account, compiled: Any) -> list[str]:
+    found = []
+    for copy in compiled.program.copies[:5]:
+        found.append(
+            f"{copy.kind} of {copy.bytes / 2**30:.2f} GiB, {copy.executed:,.0f} times: {copy.shape} from "
+            f"{copy.op_name or copy.name}"
+        )
+    if own.replicated:
+        size = sum(own.replicated.values())
+        names = sorted(own.replicated, key=lambda name: -own.replicated[name])
+        found.append(f"every device has whole {size / 1e9:.1f} GB of parameters: {', '.join(names)}")
+    arguments = compiled.memory.arguments
+    if arguments > 1.01 * own.total:
+        found.append(
+            f"padding to tiles takes {(arguments - own.total) / 2**30:.2f} GiB of {arguments / 2**30:.2f} GiB of arguments"
+        )
+    return found
+
+
+def plan(
+    config: ModelConfig,
+    topology: str,
+    layout: str | Layout = "throughput",
+    step: str = "decode",
+    *,
+    batch: int = 1,
+    context: int = 128 * 1024,
+    **options: Any,
+) -> Plan:
+    """Whether and how a step of the model runs on a slice, by the TPU compiler; see `request` for the arguments.
+
+    Plans are kept on disk by what they are made of, and found again. Without libtpu the analytic account is given.
+
+    Raises:
+        InputError: as `request`.
+    """
+    from infer.plan.stored import planned
+
+    return planned(request(config, topology, layout, step, batch=batch, context=context, **options))
