@@ -13,7 +13,8 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+# Most of the time is compilation, of programs that run a few times on a few rows.
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 
 import jax
 import jax.numpy as jnp
@@ -184,9 +185,8 @@ def gathered_experts_equal_one_device() -> None:
 
 @check
 def gathered_quantised_experts_equal_one_device() -> None:
-    for kind in ("fp8", "int8"):
-        for name in ("1x4x2", "2x2x2", "experts over all, 2x4x1"):
-            compare(LAYOUTS[name], GATHER, kind)
+    compare(LAYOUTS["2x2x2"], GATHER, "fp8")
+    compare(LAYOUTS["experts over all, 2x4x1"], GATHER, "int8")
 
 
 @check
@@ -201,9 +201,8 @@ def sent_experts_equal_one_device() -> None:
 
 @check
 def sent_quantised_experts_equal_one_device() -> None:
-    for kind in ("fp8", "int8"):
-        for name in ("1x4x2", "2x2x2", "experts over all, 2x4x1"):
-            compare(LAYOUTS[name], SENT, kind)
+    compare(LAYOUTS["experts over all, 2x2x2"], SENT, "fp8")
+    compare(LAYOUTS["1x4x2"], SENT, "int8")
 
 
 @check
@@ -214,9 +213,10 @@ def many_rounds_of_a_small_buffer_equal_one_device() -> None:
 
 @check
 def halves_equal_one_device() -> None:
-    for name in ("1x8x1", "2x2x2", "experts over all, 2x2x2"):
-        for each in (1, 13):
-            compare(LAYOUTS[name], replace(SENT, halves=True, capacity=0.5), each=each)
+    form = replace(SENT, halves=True, capacity=0.5)
+    compare(LAYOUTS["1x8x1"], form, each=13)
+    compare(LAYOUTS["2x2x2"], form, each=13)
+    compare(LAYOUTS["1x8x1"], form, each=1)
 
 
 @check
@@ -227,7 +227,6 @@ def by_slice_equals_one_device() -> None:
     cases = (
         (LAYOUTS["experts over all, 2x4x1"], 2, replace(SENT, halves=True)),
         (LAYOUTS["experts over all, 2x2x2"], 2, small),
-        (LAYOUTS["experts over all, 8x1x1"], 8, SENT),
         (LAYOUTS["experts over all, 8x1x1"], 2, SENT),
         (four, 2, small),
         (four, 2, replace(SENT, by_slice=False)),
