@@ -25,6 +25,7 @@ _PUBLIC = {
     "init_params": "glm52_jax.params",
     "load_config": "glm52_jax.config",
     "load_params": "glm52_jax.checkpoint.load",
+    "plan": "infer.plan.plan",
     "trace": "glm52_jax.model",
 }
 

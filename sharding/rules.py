@@ -54,6 +54,6 @@ def _refuse_uneven(layout: Layout, what: str, name: str | None, size: int, axes:
         raise InputError(f"{what}: {name} is {size}, which {over} does not divide in layout {layout.name}")
     if size // parts % block:
         raise InputError(
-            f"{what}: {over} would cut its {size} of {name} into {size // parts} each in layout {layout.name}, expected "
-            f"a multiple of {block}, the block that has one scale"
+            f"{what}: {over} would cut its {size} of {name} into {size // parts} each in layout {layout.name}, "
+            f"expected a multiple of {block}, the block that has one scale"
         )

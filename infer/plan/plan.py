@@ -344,14 +344,14 @@ def shares(config: ModelConfig) -> dict[str, tuple[float, float]]:
     layers = config.num_hidden_layers
     full = sum(kind == FULL for kind in config.indexer_types) / layers
     sparse = sum(kind == SPARSE for kind in config.mlp_layer_types) / layers
-    return {"attention": (1 - full, full), "mlp": (sparse, 1 - sparse)}
+    return {"attention/cond": (1 - full, full), "mlp/cond": (sparse, 1 - sparse)}
 
 
 _NAMES = {"bf16": "bf16", "f8e4m3fn": "fp8", "s8": "int8"}
 
 
 def _floors(asked: Request, program: Any) -> list[Floor]:
-    chip, layout = asked.topology.chip, asked.layout
+    chip = asked.topology.chip
     compute = sum(count / chip.peak(dtype) for dtype, count in program.flops.items())
     operations = ", ".join(f"{count / 1e12:.3g} T of {dtype}" for dtype, count in program.flops.items())
     sent = {"ici": 0.0, "dcn": 0.0}
@@ -421,7 +421,8 @@ def _warnings(own: Account, compiled: Any) -> list[str]:
     arguments = compiled.memory.arguments
     if arguments > 1.01 * own.total:
         found.append(
-            f"padding to tiles takes {(arguments - own.total) / 2**30:.2f} GiB of {arguments / 2**30:.2f} GiB of arguments"
+            f"padding to tiles takes {(arguments - own.total) / 2**30:.2f} GiB of the {arguments / 2**30:.2f} GiB of "
+            "arguments"
         )
     return found
 
