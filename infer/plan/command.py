@@ -1,0 +1,136 @@
+"""`glm52 plan`: options and what is printed; the work is done elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+
+from glm52_jax.config import FULL, ModelConfig, load_config
+from glm52_jax.errors import InputError
+from glm52_jax.lengths import LENGTH
+
+if TYPE_CHECKING:
+    from infer.plan.plan import Plan, Request
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("model")
+@click.option("--topology", required=True, help="Slices, such as v5p:4x4x4, or 2xv6e:16x16; several for --sweep.")
+@click.option(
+    "--layout",
+    default="throughput",
+    show_default=True,
+    help="throughput, latency, long_context, sizes such as expert=16,tensor=4, or a TOML file; several for --sweep.",
+)
+@click.option("--step", type=click.Choice(["decode", "verify", "prefill"]), default="decode", show_default=True)
+@click.option("--batch", type=click.IntRange(1), default=64, show_default=True, help="Sequences.")
+@click.option("--context", type=LENGTH, default="128k", show_default=True, help="Positions of each sequence.")
+@click.option("--chunk", type=LENGTH, default="4k", show_default=True, help="Tokens of a sequence in a prefill step.")
+@click.option("--draft-tokens", type=click.IntRange(1, 7), default=3, show_default=True, help="Of a verify step.")
+@click.option("--kv", type=click.Choice(["plain", "fp8", "fp8-tensor"]), default="plain", show_default=True)
+@click.option("--kernels", help="Backend of the kernels.  [default: the best for TPUs]")
+@click.option("--row-copy-ns", type=float, help="Cost of issuing the copy of one cache row.  [default: the chip's]")
+@click.option("--all-full", is_flag=True, help="An indexer on every layer, to see what IndexShare saves.")
+@click.option("--fit", is_flag=True, help="The largest batch for the context and the largest context for the batch.")
+@click.option("--sweep", is_flag=True, help="Every slice with every layout, in one table; both are lists with commas.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw memory and floors to this PNG file.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--fresh", is_flag=True, help="Compile even what has been planned before.")
+def plan(
+    model: str,
+    topology: str,
+    layout: str,
+    step: str,
+    batch: int,
+    context: int,
+    chunk: int,
+    draft_tokens: int,
+    kv: str,
+    kernels: str | None,
+    row_copy_ns: float | None,
+    all_full: bool,
+    fit: bool,
+    sweep: bool,
+    plot: Path | None,
+    as_json: bool,
+    fresh: bool,
+) -> None:
+    """Compile a step of MODEL for TPUs that are not here, and say whether it fits and what binds it.
+
+    MODEL is a built-in name such as glm-5.2 or glm-5.2-fp8, a config.json, or a checkpoint folder. No weight is read.
+    """
+    config = load_config(model)
+    config = _every_layer_full(config) if all_full else config
+    options: dict[str, Any] = {"kv": kv, "kernels": kernels, "row_copy_ns": row_copy_ns}
+    options |= {"chunk": chunk} if step == "prefill" else {}
+    options |= {"draft_tokens": draft_tokens} if step == "verify" else {}
+    from infer.plan.plan import request
+
+    slices, layouts = (topology.split(","), _layouts(layout)) if sweep else ([topology], [layout])
+    asked = [
+        request(config, one, name, step, batch=batch, context=context, **options) for one in slices for name in layouts
+    ]
+    made = _fitted(asked, fresh) if fit else [_made(one, fresh) for one in asked]
+    if plot:
+        from infer.plan.report import draw
+
+        draw(plot, made)
+    if as_json:
+        click.echo(json.dumps([one.as_json() for one in made], indent=2))
+    else:
+        _print(made, sweep=sweep or fit)
+    if not any(one.fits for one in made):
+        raise SystemExit(1)
+
+
+def _made(asked: Request, fresh: bool) -> Plan:
+    from infer.plan.stored import planned
+
+    console = Console(stderr=True, highlight=False)
+    with console.status(f"compiling {asked.step} for {asked.topology.name}"):
+        return planned(asked, fresh=fresh)
+
+
+def _fitted(asked: list[Request], fresh: bool) -> list[Plan]:
+    """For each request its largest batch, then its largest context."""
+    from infer.plan.fit import largest_batch, largest_context
+
+    found = []
+    for one in asked:
+        for largest in (largest_batch, largest_context):
+            found.append(largest(one, lambda sized: _made(sized, fresh)).plan)
+    return found
+
+
+def _print(made: list[Plan], *, sweep: bool) -> None:
+    from infer.plan.report import show, show_many
+
+    console = Console(highlight=False)
+    console = console if console.is_terminal else Console(highlight=False, width=160)
+    if sweep:
+        show_many(console, made)
+    else:
+        for one in made:
+            show(console, one)
+
+
+def _layouts(text: str) -> list[str]:
+    """A list of layouts; the sizes of one are separated by commas too."""
+    found: list[str] = []
+    for part in text.split(","):
+        if "=" in part and found and "=" in found[-1]:
+            found[-1] += f",{part}"
+        else:
+            found.append(part)
+    return found
+
+
+def _every_layer_full(config: ModelConfig) -> ModelConfig:
+    if not config.num_hidden_layers:
+        raise InputError("--all-full: the model has no layers")
+    return dataclasses.replace(config, indexer_types=(FULL,) * config.num_hidden_layers)

@@ -1,0 +1,86 @@
+"""The largest batch for a context and the largest context for a batch, in three compilations each at most.
+
+Memory is nearly linear in both: the account gives the parameters and the bytes of a sequence, the compiler the
+temporaries. A guess by the account is compiled, and corrected by what the compiler made of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from infer.plan.account import sequence_bytes
+from infer.plan.plan import Plan, Request, accounted, cache_format
+
+COMPILATIONS = 3
+_MARGIN = 0.98  # of the limit that the first guess fills
+_PAGE = 1024  # contexts are multiples of it
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """The largest that was compiled and fits.
+
+    Attributes:
+        batch, context: of it; zero where nothing fits.
+        plan: of that size, or of the smallest size tried where nothing fits.
+        compilations: how many it took.
+    """
+
+    batch: int
+    context: int
+    plan: Plan
+    compilations: int
+
+
+def largest_batch(asked: Request, make: Callable[[Request], Plan]) -> Fit:
+    """The largest batch for the context of a request.
+
+    Args:
+        make: compiles a request.
+    """
+    unit = asked.layout.parts("batch")
+    return _largest(asked, unit, 10**6, lambda units: dataclasses.replace(asked, batch=units * unit), make)
+
+
+def largest_context(asked: Request, make: Callable[[Request], Plan]) -> Fit:
+    """The largest context for the batch of a request, up to the model's."""
+    unit = min(_PAGE * asked.layout.parts("kv_pages"), asked.config.max_position_embeddings)
+    most = asked.config.max_position_embeddings // unit
+    return _largest(asked, unit, most, lambda units: dataclasses.replace(asked, context=units * unit), make)
+
+
+def _largest(
+    asked: Request, unit: int, most: int, sized: Callable[[int], Request], make: Callable[[Request], Plan]
+) -> Fit:
+    limit = asked.topology.chip.hbm_bytes
+    one, two = (accounted(sized(n)).total for n in (1, 2)) if most > 1 else (accounted(sized(1)).total, 0)
+    slope = max(1, two - one) if most > 1 else 1
+    fits: tuple[int, Plan] | None = None
+    too_many, extra, last = most + 1, 0.0, None
+    for number in range(1, COMPILATIONS + 1):
+        units = int((limit * (_MARGIN if number == 1 else 1.0) - one - extra) // slope) + 1
+        lowest = fits[0] + 1 if fits else 1
+        units = max(lowest, min(units, most, too_many - 1))
+        if units >= too_many or (fits and units <= fits[0]):
+            break
+        last = made = make(sized(units))
+        # What the account does not know grows with the size too; the compiler's figure is for this one.
+        extra = made.memory["total"] - (one + slope * (units - 1)) if "total" in made.memory else 0.0
+        if made.fits:
+            fits = units, made
+        else:
+            too_many = units
+        if fits and (fits[0] == most or fits[0] + 1 == too_many):
+            break
+    if fits is None:
+        assert last is not None
+        return Fit(0, 0, last, number)
+    final = sized(fits[0])
+    return Fit(final.batch, final.context, fits[1], number)
+
+
+def bytes_of_a_sequence(asked: Request) -> float:
+    """Bytes of cache that one sequence of the request takes on each device that has a part of it."""
+    form = dataclasses.replace(cache_format(asked.kv), lanes=128)
+    return sequence_bytes(asked.config, asked.layout, form, asked.config.dtype, asked.context)
