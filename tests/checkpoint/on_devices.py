@@ -246,8 +246,8 @@ def shardings_that_do_not_fit_are_refused_before_reading(folder: Path) -> None:
         (
             "plain",
             over({"router_experts": "expert"}, three),
-            "moe.router (5, 8, 64) cannot be sharded: dimension 1 (router_experts) has size 8, which mesh axis expert of 3 "
-            "does not divide",
+            "moe.router (5, 8, 64) cannot be sharded: dimension 1 (router_experts) has size 8, which mesh axis expert "
+            "of 3 does not divide",
         ),
         (
             "plain",
