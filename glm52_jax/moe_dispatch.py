@@ -71,7 +71,9 @@ def dispatch_experts(
 
     there, alike = axes_of_dispatch(layout)
     if form.name == "gather":
-        return psum(layout, _gathered(layout, there, own_experts, x, experts, gates), alike)
+        total = psum(layout, _gathered(layout, there, own_experts, x, experts, gates), alike)
+        # A TPU would move a cast of the sum before it, and add in bfloat16.
+        return jax.lax.optimization_barrier(total)
     return _all_to_all(layout, alike, compute, x, experts, gates, held * layout.parts("experts"), form)
 
 

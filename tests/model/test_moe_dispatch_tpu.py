@@ -20,7 +20,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from glm52_jax.config import load_config
 from glm52_jax.moe_dispatch import dispatch_experts
-from glm52_jax.moe_form import DispatchForm, account_of_all_to_all
+from glm52_jax.moe_form import GATHER, DispatchForm, account_of_all_to_all, account_of_gather
 from glm52_jax.quant import FLOAT8, BlockQuantized
 from sharding.layout import Layout
 from sharding.ragged import OVERLAP_OPTIONS
@@ -68,7 +68,10 @@ def compiled(topology, layout, form, tokens, options=None):
     used = program.memory_analysis().temp_size_in_bytes
     # Beside the stated buffers: hidden rows of an expert, and its weights in float32 on the way to bfloat16.
     parts = layout.parts("expert_mlp")
-    stated = account_of_all_to_all(layout, tokens, CONFIG, 2, form).buffers
+    if form.name == "gather":
+        stated = account_of_gather(layout, tokens, CONFIG, 2).buffers
+    else:
+        stated = account_of_all_to_all(layout, tokens, CONFIG, 2, form).buffers
     allowed = stated + tokens * K * WIDTH // parts * 4 * 3 + 3 * EMBED * WIDTH // parts * 4
     print(topology, form.name, f"{used / MIB:.0f} MiB of temporaries, {stated / MIB:.0f} stated,",
           f"{allowed / MIB:.0f} allowed, {held / LAYERS / MIB:.0f} a layer", file=sys.stderr)
@@ -77,6 +80,11 @@ def compiled(topology, layout, form, tokens, options=None):
 
 def count(text, name):
     return len(re.findall(rf"\\s{name}\\(", text))
+
+text = compiled("v5e:2x2", Layout(expert=4), GATHER, 256)
+sums = re.findall(r"(\\w+)\\[[^\\n]* reduce-scatter\\(", text)
+assert sums == ["f32"], sums  # the cast to bfloat16 that follows has not moved before the sum
+print("gathered")
 
 sent = DispatchForm("all_to_all", "ragged")
 text = compiled("v5e:2x2", Layout(expert=4), sent, 256)
@@ -111,5 +119,5 @@ def test_dispatch_compiles_for_tpu():
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(root), environment.get("PYTHONPATH"))))
     command = [sys.executable, "-c", SCRIPT]
     result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
-    assert result.stdout.splitlines() == ["flat", "by slice", "overlapped"], result.stderr
+    assert result.stdout.splitlines() == ["gathered", "flat", "by slice", "overlapped"], result.stderr
     print(result.stderr)
