@@ -1,8 +1,8 @@
 """Tokens to the devices that hold their experts, and the results back. No token is ever dropped.
 
-Everything here runs on the shards of a mesh (inside of one `shard_map`). Tokens differ over the axes of `batch`,
-experts are divided over those of `experts`, their width over those of `expert_mlp`. What an expert computes is the
-business of `kernels.experts`, where its rows are sent that of `sharding.ragged`.
+Everything here runs on the shards of a mesh (inside of one `shard_map`). Tokens differ over the axes of `batch`
+and `tokens`, experts are divided over those of `experts`, their width over those of `expert_mlp`. What an expert
+computes is the business of `kernels.experts`, where its rows are sent that of `sharding.ragged`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from sharding.ragged import as_pieces, as_rows, exchange, round_windows, rounds_
 Compute = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Rows `[rows, embed]`, their experts by local number int32 `[rows, k]` (-1: none), gates; float32 `[rows, embed]`."""
 
-
 Part = tuple[jax.Array, jax.Array, jax.Array]
 """Rows, their experts and gates, as `Compute` takes them."""
 
@@ -46,7 +45,7 @@ def dispatch_experts(
     """For each of this device's tokens the sum over the experts that it chose, wherever they are.
 
     Args:
-        x: `[tokens, embed]`, the same on all devices along axes that do not divide `batch`.
+        x: `[tokens, embed]`, the same on all devices along axes that divide neither `batch` nor `tokens`.
         experts: int32 `[tokens, k]`, numbers in the whole model, -1 throughout for padding, which is not sent.
         gates: float32 `[tokens, k]`.
         gate_up: this device's part of the stack `[layers, experts, 2, width, embed]`, plain or in blocks.

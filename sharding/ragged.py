@@ -21,7 +21,7 @@ Array = TypeVar("Array", jax.Array, np.ndarray)
 
 TRANSPORTS = ("ragged", "padded")
 OVERLAP_OPTIONS = {"xla_tpu_enable_async_ragged_all_to_all": True}
-"""Compiler options with which a TPU computes while rows travel (libtpu 0.0.42); without them it waits for an exchange."""
+"""Compiler options with which a TPU computes while rows travel (libtpu 0.0.42); without them it waits."""
 
 
 def resolve_transport(name: str | None, platform: str) -> str:
