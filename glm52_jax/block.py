@@ -22,12 +22,14 @@ from glm52_jax.errors import InputError
 from glm52_jax.kernels import resolve_backend
 from glm52_jax.kernels.cache_write.api import write_rows
 from glm52_jax.moe import moe, sharded_mlp
+from glm52_jax.moe_form import DispatchForm, choose_form
 from glm52_jax.primitives import Rotary, rms_norm, take
 from glm52_jax.row_formats import RowStack
 from glm52_jax.selection import Selection
 from glm52_jax.spec import Stack, stack_layers
 from sharding.collectives import all_gather
 from sharding.layout import SINGLE, Layout
+from sharding.ragged import resolve_transport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +41,16 @@ class Forms:
         selection: "indices" or "mask"; "expanded" attention needs the mask.
         backend: backend of the kernels, see `kernels.BACKENDS`.
         layout: the mesh whose shards the step runs on; one device by default.
+        dispatch: how tokens reach experts on other devices; chosen by the size of the step when None.
+        transport: how rows are exchanged there, see `sharding.ragged.resolve_transport`.
     """
 
     attention: str = "absorbed"
     selection: str = "indices"
     backend: str = "reference"
     layout: Layout = SINGLE
+    dispatch: DispatchForm | None = None
+    transport: str = "padded"
 
     def __post_init__(self) -> None:
         if self.attention not in ("absorbed", "expanded"):
@@ -64,10 +70,16 @@ class Forms:
         once. Elsewhere they gather too, since a mask of a long chunk and a long context would be larger than the chunk.
         """
         platform = platform or jax.default_backend()
-        backend = resolve_backend(backend, platform)
+        backend, transport = resolve_backend(backend, platform), resolve_transport(None, platform)
         if tokens <= _FEW_TOKENS or platform != "cpu":
-            return cls("absorbed", "indices", backend, layout)
-        return cls("expanded", "mask", backend, layout)
+            return cls("absorbed", "indices", backend, layout, transport=transport)
+        return cls("expanded", "mask", backend, layout, transport=transport)
+
+    def dispatch_of(self, config: ModelConfig, tokens: int, itemsize: int) -> DispatchForm:
+        """How `tokens` tokens of each device reach their experts."""
+        if self.dispatch is not None:
+            return self.dispatch
+        return choose_form(self.layout, tokens, config, itemsize=itemsize, transport=self.transport).form
 
     def no_selection(self, config: ModelConfig, cache: Cache, batch: int, tokens: int) -> Selection:
         """A selection of nothing, with the shapes that `indexer.select` gives."""
@@ -208,7 +220,16 @@ def block(
         out, experts = _choose(
             place.dense,
             lambda h: _dense_mlp(params, config, place.mlp, h, layout),
-            lambda h: moe(params["moe"], config, place.mlp, h, positions >= 0, backend=forms.backend, layout=layout),
+            lambda h: moe(
+                params["moe"],
+                config,
+                place.mlp,
+                h,
+                positions >= 0,
+                backend=forms.backend,
+                layout=layout,
+                dispatch=forms.dispatch_of(config, positions.size, h.dtype.itemsize),
+            ),
             normed,
         )
     return x + out, cache, selection, experts

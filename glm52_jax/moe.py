@@ -13,6 +13,8 @@ import jax.numpy as jnp
 
 from glm52_jax.config import ModelConfig
 from glm52_jax.kernels.experts.api import routed_experts
+from glm52_jax.moe_dispatch import dispatch_experts
+from glm52_jax.moe_form import GATHER, DispatchForm
 from glm52_jax.primitives import linear, swiglu, take
 from sharding.collectives import psum
 from sharding.layout import SINGLE, Layout
@@ -63,6 +65,7 @@ def moe(
     *,
     backend: str,
     layout: Layout = SINGLE,
+    dispatch: DispatchForm = GATHER,
 ) -> tuple[jax.Array, jax.Array]:
     """One MoE layer.
 
@@ -71,6 +74,7 @@ def moe(
         layer: which layer of the stack.
         x: normalised hidden states `[batch, tokens, embed]`.
         real: bool `[batch, tokens]`, false for padding, which is not routed.
+        dispatch: how tokens reach experts on other devices.
 
     Returns:
         `[batch, tokens, embed]`, and the chosen experts, int32 `[batch * tokens, num_experts_per_tok]`.
@@ -82,9 +86,7 @@ def moe(
     if layout.devices == 1:
         routed = routed_experts(flat, experts, gates, *weights, layer, backend=backend)
     else:
-        from glm52_jax.moe_dispatch import dispatch_experts
-
-        routed = dispatch_experts(layout, flat, experts, gates, *weights, layer, backend=backend)
+        routed = dispatch_experts(layout, flat, experts, gates, *weights, layer, backend=backend, form=dispatch)
     shared = sharded_mlp(layout, flat, stack["shared_gate_up"], stack["shared_down"], layer)
     return (routed + shared.astype(jnp.float32)).astype(x.dtype).reshape(x.shape), experts
 

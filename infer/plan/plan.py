@@ -347,12 +347,11 @@ def shares(config: ModelConfig) -> dict[str, tuple[float, float]]:
     return {"attention/cond": (1 - full, full), "mlp/cond": (sparse, 1 - sparse)}
 
 
-_NAMES = {"bf16": "bf16", "f8e4m3fn": "fp8", "s8": "int8"}
-
-
 def _floors(asked: Request, program: Any) -> list[Floor]:
     chip = asked.topology.chip
-    compute = sum(count / chip.peak(dtype) for dtype, count in program.flops.items())
+    # What kernels state has no type: the fastest one is still a floor.
+    peaks = {dtype: chip.peak("fp8" if dtype == "kernel" else dtype) for dtype in program.flops}
+    compute = sum(count / peaks[dtype] for dtype, count in program.flops.items())
     operations = ", ".join(f"{count / 1e12:.3g} T of {dtype}" for dtype, count in program.flops.items())
     sent = {"ici": 0.0, "dcn": 0.0}
     for (_, _, network), size in program.sent_bytes().items():

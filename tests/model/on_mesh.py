@@ -20,6 +20,7 @@ from glm52_jax.block import Forms
 from glm52_jax.checkpoint.load import load_params
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.config import QuantizationConfig
+from glm52_jax.moe_form import DispatchForm
 from glm52_jax.placement import param_shardings
 from glm52_jax.row_formats import CacheFormat
 from infer.generation import generate
@@ -34,10 +35,12 @@ WHOLE = {"batch": ("data",), "tokens": ("expert",), "kv_pages": ("expert", "tens
 CHECKS: dict[str, Callable[[], None]] = {}
 
 
-def walk(name: str, case: str, layout: Layout, form: str, size: int, page_size: int = 3) -> None:
+def walk(
+    name: str, case: str, layout: Layout, form: str, size: int, page_size: int = 3, dispatch: DispatchForm | None = None
+) -> None:
     def run() -> None:
-        found = all_cases()[case]
-        result = MeshWalk(found, found.spoiled_params(), layout, page_size=page_size).run(size, FORMS[form])
+        found, forms = all_cases()[case], dataclasses.replace(FORMS[form], dispatch=dispatch)
+        result = MeshWalk(found, found.spoiled_params(), layout, page_size=page_size).run(size, forms)
         check(found, result.seen)
 
     CHECKS[name] = run
@@ -51,6 +54,7 @@ walk("all-axes", "grouped_bias", Layout(2, 2, 2), "absorbed-indices-reference", 
 walk("one-token-a-step", "left_padded", Layout(1, 2, 4), "absorbed-indices-cpu", 1, 2)
 walk("more-pages-than-devices", "all_full", Layout(1, 2, 4), "absorbed-indices-cpu", 16, 1)
 walk("experts-over-tensor", "released_plan", Layout(1, 2, 4).with_rules(**LONG), "absorbed-indices-cpu", 16)
+walk("rows-to-experts", "released_plan", Layout(1, 4, 2), "absorbed-indices-cpu", 16, 3, DispatchForm("all_to_all"))
 walk("fp8-weights", "fp8", Layout(1, 4, 1), "absorbed-indices-cpu", 16)
 walk("one-prompt-over-all", "released_plan", Layout(1, 2, 4).with_rules(**WHOLE), "absorbed-indices-cpu", 8)
 walk("one-prompt-over-all-expanded", "irregular_plan", Layout(2, 2, 2).with_rules(**WHOLE), "expanded-mask-cpu", 16)

@@ -25,6 +25,7 @@ SLOW = (
     "one-token-a-step",
     "more-pages-than-devices",
     "experts-over-tensor",
+    "rows-to-experts",
     "fp8-weights",
     "one-prompt-over-all-expanded",
 )
