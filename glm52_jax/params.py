@@ -52,9 +52,12 @@ def abstract_params(config: ModelConfig, *, dtype: Any = None) -> dict[str, Any]
             return jax.ShapeDtypeStruct(shape, jnp.float32 if param.float32 else dtype)
         lead = shape[: len(shape) - len(param.piece_shape)]
         codes = jnp.int8 if quantization.codes == "I8" else FLOAT8
+        shapes: dict[str, Any] = {
+            "codes": jax.ShapeDtypeStruct((*lead, *param.tensor_shape), codes),
+            "scales": jax.ShapeDtypeStruct((*lead, *tensors[0].scale_shape(quantization.block)), jnp.float32),
+        }
         return BlockQuantized(
-            codes=jax.ShapeDtypeStruct((*lead, *param.tensor_shape), codes),
-            scales=jax.ShapeDtypeStruct((*lead, *tensors[0].scale_shape(quantization.block)), jnp.float32),
+            **shapes,
             view=tuple(param.view or param.tensor_shape),
             block=quantization.block,
             row_dims=param.row_dims,

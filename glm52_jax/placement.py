@@ -6,6 +6,7 @@ or plans takes shardings, so that both always agree.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -56,7 +57,8 @@ def param_specs(params: Any, config: ModelConfig, layout: Layout, mesh: Mesh | A
         codes, scales = of_codes(param, shape, NamedSharding(mesh, spec), leaf.block)
         assert isinstance(codes, NamedSharding)
         assert isinstance(scales, NamedSharding)
-        return leaf.replace(codes=codes.spec, scales=scales.spec)
+        parts: dict[str, Any] = {"codes": codes.spec, "scales": scales.spec}
+        return dataclasses.replace(leaf, **parts)
 
     return build(config, specs)
 
@@ -66,7 +68,8 @@ def cache_specs(cache: Cache, layout: Layout) -> Cache:
     batch, pages = layout.axes_of("batch"), layout.axes_of("kv_pages")
     pool = PartitionSpec(None, (*batch, *pages) or None)
     rows = jax.tree.map(lambda _: pool, (cache.latent, cache.index_keys))
-    return Cache(*rows, PartitionSpec(batch or None, pages or None))
+    table: Any = PartitionSpec(batch or None, pages or None)
+    return Cache(rows[0], rows[1], table)
 
 
 def batch_spec(layout: Layout, *names: str) -> PartitionSpec:

@@ -145,7 +145,7 @@ class Generation:
         self.params, self.prompts, self.max_new_tokens = params, prompts, max_new_tokens
         _check_prompts(config, prompts, max_new_tokens)
         longest = max((len(p) for p in prompts), default=1)
-        seeds = [int(seed) + row for row in range(len(prompts))] if isinstance(seed, int | np.integer) else list(seed)
+        seeds = [seed + row for row in range(len(prompts))] if isinstance(seed, int | np.integer) else list(seed)
         if len(seeds) != len(prompts):
             raise InputError(f"seed has {len(seeds)} entries for {len(prompts)} prompts")
         layout = layout or SINGLE

@@ -54,19 +54,20 @@ def _largest(
     asked: Request, unit: int, most: int, sized: Callable[[int], Request], make: Callable[[Request], Plan]
 ) -> Fit:
     limit = asked.topology.chip.hbm_bytes
-    one, two = (accounted(sized(n)).total for n in (1, 2)) if most > 1 else (accounted(sized(1)).total, 0)
-    slope = max(1, two - one) if most > 1 else 1
+    one = accounted(sized(1)).total
+    slope = max(1.0, accounted(sized(2)).total - one) if most > 1 else 1.0
+    nothing = one - slope  # what is there without any sequence
     fits: tuple[int, Plan] | None = None
-    too_many, extra, last = most + 1, 0.0, None
+    too_many, last = most + 1, None
     for number in range(1, COMPILATIONS + 1):
-        units = int((limit * (_MARGIN if number == 1 else 1.0) - one - extra) // slope) + 1
-        lowest = fits[0] + 1 if fits else 1
-        units = max(lowest, min(units, most, too_many - 1))
-        if units >= too_many or (fits and units <= fits[0]):
+        units = int((limit * (_MARGIN if number == 1 else 1.0) - nothing) // slope)
+        units = max(fits[0] + 1 if fits else 1, min(units, most, too_many - 1))
+        if units >= too_many:
             break
         last = made = make(sized(units))
-        # What the account does not know grows with the size too; the compiler's figure is for this one.
-        extra = made.memory["total"] - (one + slope * (units - 1)) if "total" in made.memory else 0.0
+        if "total" in made.memory:
+            # With its temporaries a sequence takes this much, if they grow as the batch or the context does.
+            slope = max(1.0, (made.memory["total"] - nothing) / units)
         if made.fits:
             fits = units, made
         else:

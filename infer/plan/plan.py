@@ -191,7 +191,7 @@ def request(
     if batch < 1:
         raise InputError(f"batch is {batch}, expected at least 1")
     if step == "verify":
-        options = {"draft_tokens": 3} | options
+        options.setdefault("draft_tokens", 3)
     cache_format(options.get("kv", "plain"))
     if isinstance(layout, Layout):
         candidates: tuple[Layout, ...] = (layout,)

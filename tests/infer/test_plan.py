@@ -1,0 +1,238 @@
+"""Plans: what is refused before the compiler is loaded, the account beside the compiler's figures, fits, storage."""
+
+import dataclasses
+import json
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from glm52_jax.config import ModelConfig, QuantizationConfig, load_config
+from glm52_jax.errors import InputError
+from infer.plan import stored
+from infer.plan.command import _layouts, plan
+from infer.plan.fit import largest_batch, largest_context
+from infer.plan.plan import Plan, Request, accounted, analytic_plan, compile_plan, described, request
+from tests.model.tiny import tiny
+
+needs_libtpu = pytest.mark.skipif(
+    find_spec("libtpu") is None, reason="libtpu is not installed; `make plan` installs it"
+)
+SMALL = tiny(
+    hidden_size=256,
+    intermediate_size=512,
+    moe_intermediate_size=256,
+    kv_lora_rank=128,
+    q_lora_rank=128,
+    qk_nope_head_dim=64,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    index_head_dim=128,
+    n_routed_experts=16,
+    vocab_size=1024,
+    index_topk=64,
+    dtype="bfloat16",
+)
+
+
+@pytest.fixture(autouse=True)
+def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(plan, list(arguments))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--topology", "v5p:4x4x5"], "the nearest is v5p:4x4x4"),
+        (["--topology", "v5q:4x4x4"], "v5p"),
+        (["--topology", "v5p:4x4x4", "--layout", "expert=3,tensor=4"], "expected 64: for example with expert=16"),
+        (["--topology", "v5p:4x4x4", "--layout", "thruput"], "did you mean throughput?"),
+        (["--topology", "v5p:4x4x4", "--layout", "expert=1,tensor=64,data=1"], "does not divide|would cut"),
+        (["--topology", "v5p:4x4x4", "--context", "2m"], "expected 1 to 1048576"),
+        (["--topology", "v5p:4x4x4", "--kernels", "cuda"], "'cuda' is not one of"),
+    ],
+)
+def test_nonsense_is_refused_at_once(options: list[str], sentence: str) -> None:
+    load_config("glm-5.2-fp8")
+    begin = time.monotonic()
+    result = invoke("glm-5.2-fp8", *options)
+    assert time.monotonic() - begin < 2
+    assert isinstance(result.exception, InputError), result.output
+    assert any(part in str(result.exception) for part in sentence.split("|")), str(result.exception)
+    assert "\n" not in str(result.exception)
+
+
+def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    result = invoke(str(tmp_path), "--topology", "v5p:4x4x4")
+    assert isinstance(result.exception, InputError)
+
+
+def test_lists_of_layouts() -> None:
+    assert _layouts("throughput,expert=16,tensor=4,latency") == ["throughput", "expert=16,tensor=4", "latency"]
+
+
+@pytest.mark.parametrize(
+    ("model", "topology", "layout"),
+    [
+        ("glm-5.2-fp8", "v6e:8x8", "throughput"),
+        ("glm-5.2-fp8", "v5p:4x4x4", "throughput"),
+        ("glm-5.2-fp8", "tpu7x:2x2x4", "throughput"),
+        ("glm-5.2-fp8", "v5e:16x16", "throughput"),
+        ("glm-5.2-fp8", "v5p:4x4x4", "latency"),
+        ("glm-5.2", "v5p:4x4x8", "long_context"),
+        ("glm-5.2-fp8", "2xv6e:16x16", "throughput"),
+    ],
+)
+def test_presets_fit_the_released_model(model: str, topology: str, layout: str) -> None:
+    """By the account: it needs no compiler."""
+    asked = request(load_config(model), topology, layout, batch=64, context=32 * 1024)
+    assert accounted(asked).total < 0.9 * asked.topology.chip.hbm_bytes
+    assert asked.batch % asked.layout.parts("batch") == 0
+    made = analytic_plan(asked, "no compiler")
+    assert made.fits
+    assert not made.compiled
+
+
+def test_the_account_counts_each_byte_once() -> None:
+    """Over all devices, what is divided is there once and what is not is there on each."""
+    config = load_config("glm-5.2")
+    one = accounted(request(config, "v5p:4x4x8", "expert=128", batch=128, context=4096))
+    assert one.parameters["routed experts"] * 128 == 76 * 256 * 3 * 2048 * 6144 * 2
+    assert one.latent == 78 * 4096 * 640 * 2  # padded to whole lanes
+    assert one.index_keys == 21 * 4096 * 128 * 2  # full layers only
+    assert "attention.o" in one.replicated
+    assert "moe.down" not in one.replicated
+    eight = accounted(request(config, "v5p:4x4x8", "expert=16,tensor=8", batch=16, context=4096))
+    assert "attention.o" not in eight.replicated
+    assert eight.latent * 8 == one.latent
+
+
+def test_index_share_saves_index_keys_only() -> None:
+    config = load_config("glm-5.2")
+    everywhere = dataclasses.replace(config, indexer_types=("full",) * 78)
+    shared, full = (
+        accounted(request(one, "v5p:4x4x8", "expert=128", batch=128, context=32768)) for one in (config, everywhere)
+    )
+    assert full.index_keys * 21 == shared.index_keys * 78
+    assert full.latent == shared.latent
+
+
+def small(**changes: Any) -> Request:
+    options = {"batch": 8, "context": 1024} | changes
+    config: ModelConfig = options.pop("config", SMALL)
+    return request(
+        config, "v5e:2x2", options.pop("layout", "expert=2,tensor=2"), options.pop("step", "decode"), **options
+    )
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"kv": "fp8"},
+        {"step": "prefill", "chunk": 128},
+        {"step": "verify", "draft_tokens": 2},
+        {"config": dataclasses.replace(SMALL, quantization=QuantizationConfig((128, 128)))},
+    ],
+    ids=["decode", "fp8-cache", "prefill", "verify", "fp8-weights"],
+)
+def test_the_account_is_the_compilers(changes: dict[str, Any]) -> None:
+    asked = small(**changes)
+    made = compile_plan(asked)
+    assert made.fits
+    own, memory = made.account.total, made.memory
+    assert own + memory["temporaries"] == pytest.approx(memory["total"], rel=0.02), (own, memory)
+    assert {row["kind"] for row in made.collectives}
+    assert all(set(row["axes"]) <= {"data", "expert", "tensor"} for row in made.collectives)
+    assert made.floors[0].seconds == max(floor.seconds for floor in made.floors) > 0
+    assert made.tokens_per_second_per_device == pytest.approx(asked.tokens / made.floors[0].seconds / 4)
+    cache = made.account.latent
+    copies = [w for w in made.warnings if w.startswith(("copy", "transpose"))]
+    assert not copies, copies
+    assert memory["temporaries"] < 0.5 * cache or changes
+    assert Plan.from_json(json.loads(json.dumps(made.as_json()))) == made
+
+
+@needs_libtpu
+def test_plans_are_stored_by_what_they_are_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def compiled(asked: Request) -> Plan:
+        made.append(asked)
+        return analytic_plan(asked, "a test")
+
+    monkeypatch.setattr(stored, "compile_plan", compiled)
+    first, second = stored.planned(small()), stored.planned(small())
+    assert first == second
+    assert len(made) == 1
+    stored.planned(small(batch=16))
+    stored.planned(small(), fresh=True)
+    monkeypatch.setattr(stored, "_code", lambda: "other")
+    stored.planned(small())
+    assert len(made) == 4
+
+
+def test_without_libtpu_the_account_is_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "_version", lambda name: None if name == "libtpu" else "1")
+    made = stored.planned(small())
+    assert not made.compiled
+    assert "libtpu is not installed (pip install 'glm52-jax[plan]')" in made.warnings[0]
+    result = invoke("glm-5.2-fp8", "--topology", "v5p:4x4x4", "--context", "32k")
+    assert result.exit_code == 0, result.exception
+    assert "by the account alone" in result.stdout
+
+
+class Compiler:
+    """Stands for the compiler: the account, temporaries of its own, and a limit."""
+
+    def __init__(self, limit: float, temporaries: float):
+        self.limit, self.temporaries, self.asked = limit, temporaries, []
+
+    def __call__(self, asked: Request) -> Plan:
+        self.asked.append(asked)
+        total = int(accounted(asked).total + self.temporaries * asked.batch)
+        made = analytic_plan(asked, "a test")
+        memory = {"total": total, "limit": int(self.limit), "free": int(self.limit - total)}
+        return dataclasses.replace(made, compiled=True, fits=total <= self.limit, memory=memory)
+
+
+@pytest.mark.parametrize("temporaries", [0.0, 1e5, 1e7])
+def test_the_largest_batch_is_found_in_three_compilations(temporaries: float) -> None:
+    asked = small(context=16 * 1024)
+    compiler = Compiler(asked.topology.chip.hbm_bytes, temporaries)
+    found = largest_batch(asked, compiler)
+    assert found.compilations == len(compiler.asked) <= 3
+    assert found.plan.fits
+    more = dataclasses.replace(asked, batch=int(found.batch * 1.03) // 2 * 2 + 2)
+    total = accounted(more).total + temporaries * more.batch
+    assert total > compiler.limit  # within three in a hundred of the largest
+
+
+def test_the_largest_context_may_be_the_models() -> None:
+    asked = small(batch=2)
+    found = largest_context(asked, Compiler(asked.topology.chip.hbm_bytes, 0))
+    assert found.context == SMALL.max_position_embeddings or not found.plan.fits
+
+
+def test_nothing_fits() -> None:
+    asked = small(context=4096)
+    found = largest_batch(asked, Compiler(1.0, 0))
+    assert (found.batch, found.plan.fits) == (0, False)
+
+
+def test_a_request_in_words_names_everything() -> None:
+    words = described(small())
+    assert words["expert"] == 2
+    assert words["tensor"] == 2
+    assert words["chips"] == 4
+    assert words["step"] == "decode"
+    assert words["full_layers"] == 3
