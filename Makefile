@@ -6,7 +6,7 @@ PYTEST := $(BIN)/python -m pytest
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 export ALLOW_MULTIPLE_LIBTPU_LOAD ?= 1
 
-.PHONY: help demo test test-all lint format oracle clean
+.PHONY: help demo test test-all lint format oracle plan clean
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
@@ -29,10 +29,14 @@ $(VENV)/.oracle: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[test,oracle]'
 	@touch $@
 
+$(VENV)/.plan: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[test,plan]'
+	@touch $@
+
 demo: $(VENV)/.base  ## the main job on a small checkpoint, made here
 	$(BIN)/glm52 demo
 
-test: $(VENV)/.test  ## the tests; those that need torch skip without it
+test: $(VENV)/.test  ## the tests; those that need torch or libtpu skip without them
 	$(PYTEST) -n 2 --dist worksteal -q -m "not slow"
 
 test-all: $(VENV)/.test  ## the tests and the slow ones
@@ -49,6 +53,8 @@ format: $(VENV)/.lint  ## rewrite the code in the project's format
 	$(BIN)/ruff check --fix .
 
 oracle: $(VENV)/.oracle  ## install torch and transformers for the comparisons that need them
+
+plan: $(VENV)/.plan  ## install the TPU compiler (libtpu), which plans need
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build demo
