@@ -8,6 +8,8 @@ as sequences grow; the state is donated, so that the cache is updated in place.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import weakref
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -28,6 +30,7 @@ from glm52_jax.placement import batch_spec, cache_specs, param_specs
 from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
 from infer.sampling import Sampling, next_token
 from infer.speculative import MAX_DRAFT_TOKENS, Window, accept, draft
+from sharding import hosts
 from sharding.collectives import all_gather, index, psum
 from sharding.layout import SINGLE, Layout
 
@@ -51,6 +54,10 @@ class State:
     window: Window | None
 
 
+_agreed: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Jitted steps that all hosts have found to be the same program."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """A step before it is compiled.
@@ -71,6 +78,12 @@ class Step:
     jitted: Any
 
     def __call__(self, *arguments: Any) -> Any:
+        if hosts.current().processes > 1 and self.jitted not in _agreed:
+            # Hosts that trace different programs would wait for each other without end.
+            text = self.jitted.lower(*arguments).as_text()
+            found = hashlib.sha256(text.encode()).hexdigest()[:16]
+            hosts.current().agree(f"the traced program of a step of {', '.join(self.names[2:])}", found)
+            _agreed.add(self.jitted)
         return self.jitted(*arguments)
 
 

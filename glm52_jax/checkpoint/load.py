@@ -26,8 +26,10 @@ from glm52_jax.checkpoint.sources import open_checkpoint
 from glm52_jax.config import ModelConfig
 from glm52_jax.errors import InputError
 from glm52_jax.params import build
+from glm52_jax.placement import param_shardings
 from glm52_jax.quant import BlockQuantized
 from glm52_jax.spec import Param
+from sharding.layout import Layout
 
 MARGIN_BYTES = 256 * 2**20
 """What a load holds at most beside the parameters, in the memory of the host and of the devices.
@@ -65,6 +67,7 @@ def load_params(
     *,
     dtype: Any = None,
     fp8: Literal["keep", "dequantize"] = "keep",
+    layout: Layout | None = None,
     shardings: Shardings | None = None,
 ) -> dict[str, Any]:
     """The parameters of a checkpoint folder, each filled where it stays.
@@ -81,15 +84,18 @@ def load_params(
             The router's correction bias stays float32 in any case.
         fp8: "keep" weights in codes (FP8 or int8) as codes and scales, a quarter of float32's bytes, or "dequantize"
             them here. Results are equal.
-        shardings: called with each `Param` of the table, gives its `jax.sharding.Sharding` over the dimensions of
-            `param.stacked_shape(config)`. Codes, and scales with them, are sharded likewise, where dimensions that
-            only the plain form splits count as one. Everything is on the default device when None.
+        layout: how the parameters are divided over all devices, those of other hosts too; one device when None.
+        shardings: instead of a layout, for placements of your own: called with each `Param` of the table, gives its
+            `jax.sharding.Sharding` over the dimensions of `param.stacked_shape(config)`. Codes, and scales with them,
+            are sharded likewise, where dimensions that only the plain form splits count as one. Everything is on the
+            default device when both are None.
 
     Raises:
-        InputError: a file or tensor is missing, extra, cut short, or of another shape or type, or a sharding does not
-            fit its parameter, all before device work; or a scale is no number, when it is read.
+        InputError: a file or tensor is missing, extra, cut short, or of another shape or type, a layout has another
+            number of devices than there are, or a sharding does not fit its parameter, all before device work; or a
+            scale is no number, when it is read.
     """
-    return load_with_report(path, config, dtype=dtype, fp8=fp8, shardings=shardings)[0]
+    return load_with_report(path, config, dtype=dtype, fp8=fp8, layout=layout, shardings=shardings)[0]
 
 
 def load_with_report(
@@ -98,6 +104,7 @@ def load_with_report(
     *,
     dtype: Any = None,
     fp8: Literal["keep", "dequantize"] = "keep",
+    layout: Layout | None = None,
     shardings: Shardings | None = None,
     progress: Progress | None = None,
 ) -> tuple[dict[str, Any], LoadReport]:
@@ -106,6 +113,10 @@ def load_with_report(
         raise InputError(f"fp8 is {fp8!r}, expected keep or dequantize")
     checkpoint = open_checkpoint(path)
     contents = checkpoint.check(config or ModelConfig.from_folder(path))
+    if layout is not None and layout.devices > 1:
+        if shardings is not None:
+            raise InputError("layout and shardings are both given, expected one of them")
+        shardings = param_shardings(contents.config, layout, layout.mesh())
     kind = _compute_dtype(contents.config.dtype if dtype is None else dtype)
     plans: list[_Plan] = []
     build(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import click
 from glm52_jax.errors import InputError
 from glm52_jax.row_formats import CACHE_FORMATS
 from glm52_jax.text import REASONING_EFFORTS, ChatFormat
+from infer.commands.on_hosts import on_hosts
 from infer.commands.session import (
     Session,
     check_options,
@@ -17,9 +21,9 @@ from infer.commands.session import (
     model_options,
     sampling_options,
     stream_texts,
-    write,
 )
 from infer.generation import Generation
+from sharding.hosts import Hosts
 
 END_OF_THINKING = "</think>"
 
@@ -39,6 +43,7 @@ HELP = "/new starts over, /think turns thinking on or off, /exit or Ctrl-D leave
 @click.option("--top-p", type=float, help="Nucleus that is sampled from.  [default: the checkpoint's]")
 @sampling_options
 @model_options
+@on_hosts
 def chat(
     checkpoint: str,
     system: str | None,
@@ -56,10 +61,15 @@ def chat(
     ignore_eos: bool,
     dtype: str | None,
     fp8: str,
+    layout: str | None,
+    hosts: Hosts,
 ) -> None:
     """Talk to the checkpoint in folder CHECKPOINT. Lines are read from standard input, so a file can be piped in."""
     check_options(temperature or 0.0, 1.0 if top_p is None else top_p, seed, chunk, stop)
-    session = Session.open(checkpoint, dtype, fp8)
+    session = Session.open(checkpoint, dtype, fp8, layout, hosts)
+    if not hosts.first:
+        # Ctrl-C in a terminal that several hosts share is for the first, which tells the others what it means.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     format_ = ChatFormat.load(Path(checkpoint), session.tokenizer)
     session.console.print(f"chat format: {format_.source}. {HELP}", style="dim", soft_wrap=True)
     start = [{"role": "system", "content": system}] if system else []
@@ -98,6 +108,7 @@ def chat(
                 stop_ids=() if ignore_eos else None,
                 chunk=chunk,
                 cache_format=CACHE_FORMATS[kv],
+                layout=session.layout,
             )
         except InputError as error:
             if turn == 0:
@@ -110,7 +121,11 @@ def chat(
 
 
 def _read_line(session: Session) -> str | None:
-    """A line that is not empty; None at the end."""
+    """A line that is not empty; None at the end. Of several hosts the first reads, and all go on with it."""
+    return session.hosts.tell(_read_own_line(session) if session.hosts.first else None)
+
+
+def _read_own_line(session: Session) -> str | None:
     while True:
         try:
             line = session.console.input("[bold]> [/bold]" if session.console.is_terminal else "").strip()
@@ -120,16 +135,42 @@ def _read_line(session: Session) -> str | None:
             return line
 
 
+@contextlib.contextmanager
+def _between_steps(hosts: Hosts) -> Generator[list[int]]:
+    """A list that the first Ctrl-C makes true: with several hosts, all must stop after the same step."""
+    interrupted: list[int] = []
+
+    def note(number: int, _: Any) -> None:
+        if interrupted:
+            raise KeyboardInterrupt
+        interrupted.append(number)
+
+    if hosts.processes == 1 or not hosts.first:
+        yield interrupted
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _answer(session: Session, generation: Generation, stops: tuple[str, ...], thinking: bool) -> dict[str, Any]:
     """Streams an answer, and returns it as a message with its reasoning apart."""
     text = ""
     try:
-        for _, piece in stream_texts(generation, session.tokenizer, 1, stops):
-            text += piece
-            write(piece)
+        with _between_steps(session.hosts) as interrupted:
+            for _, piece in stream_texts(generation, session.tokenizer, 1, stops):
+                text += piece
+                session.write(piece)
+                if session.hosts.tell(bool(interrupted)):
+                    generation.end(0)
+                    break
     except KeyboardInterrupt:
+        if session.hosts.processes > 1:
+            raise
         generation.end(0)
-    write("\n")
+    session.write("\n")
     session.console.print(f"{figures_line(generation.figures)}; ended: {generation.reasons[0]}", style="dim")
     if not thinking:
         return {"role": "assistant", "content": text}

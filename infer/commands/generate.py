@@ -7,6 +7,7 @@ import sys
 import click
 
 from glm52_jax.row_formats import CACHE_FORMATS
+from infer.commands.on_hosts import on_hosts
 from infer.commands.session import (
     Session,
     check_options,
@@ -14,9 +15,9 @@ from infer.commands.session import (
     model_options,
     sampling_options,
     stream_texts,
-    write,
 )
 from infer.generation import Generation
+from sharding.hosts import Hosts
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -28,6 +29,7 @@ from infer.generation import Generation
 @click.option("--special", is_flag=True, help="Read special tokens such as <|user|> in the prompts as tokens.")
 @sampling_options
 @model_options
+@on_hosts
 def generate(
     checkpoint: str,
     prompts: tuple[str, ...],
@@ -43,14 +45,16 @@ def generate(
     ignore_eos: bool,
     dtype: str | None,
     fp8: str,
+    layout: str | None,
+    hosts: Hosts,
 ) -> None:
     """Continue each PROMPT with the checkpoint in folder CHECKPOINT; "-" is read from standard input.
 
     Several prompts run as one batch. The text goes to standard output, figures to standard error.
     """
     check_options(temperature, top_p, seed, chunk, stop)
-    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
-    session = Session.open(checkpoint, dtype, fp8)
+    texts = [_read_prompt(hosts) if prompt == "-" else prompt for prompt in prompts]
+    session = Session.open(checkpoint, dtype, fp8, layout, hosts)
     generation = Generation(
         session.params,
         session.config,
@@ -63,17 +67,23 @@ def generate(
         stop_ids=() if ignore_eos else None,
         chunk=chunk,
         cache_format=CACHE_FORMATS[kv],
+        layout=session.layout,
     )
     pieces = stream_texts(generation, session.tokenizer, len(texts), stop)
     if len(texts) == 1:
         for _, piece in pieces:
-            write(piece)
-        write("\n")
+            session.write(piece)
+        session.write("\n")
     else:
         whole = [""] * len(texts)
         for row, piece in pieces:
             whole[row] += piece
         for row, text in enumerate(whole):
-            write(f"--- prompt {row + 1}: {texts[row]!r} ({generation.reasons[row]})\n{text}\n")
+            session.write(f"--- prompt {row + 1}: {texts[row]!r} ({generation.reasons[row]})\n{text}\n")
     ended = ", ".join(str(reason) for reason in generation.reasons)
     session.console.print(f"{figures_line(generation.figures)}; ended: {ended}", style="dim", soft_wrap=True)
+
+
+def _read_prompt(hosts: Hosts) -> str:
+    """Standard input; of several hosts, that of the first."""
+    return hosts.tell(sys.stdin.read() if hosts.first else None)

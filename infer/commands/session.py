@@ -17,9 +17,12 @@ from glm52_jax.config import ModelConfig, load_config
 from glm52_jax.errors import InputError
 from glm52_jax.row_formats import CACHE_FORMATS
 from glm52_jax.text import StopStrings, Tokenizer, check_stops
+from infer.commands.on_hosts import choose_layout, fingerprint
 from infer.generation import STOP, Figures, Generation
 from infer.sampling import Sampling
 from infer.speculative import MAX_DRAFT_TOKENS
+from sharding.hosts import ALONE, Hosts
+from sharding.layout import Layout
 
 Command = Callable[..., Any]
 
@@ -80,20 +83,27 @@ def check_options(temperature: float, top_p: float, seed: int, chunk: int, stops
 
 @dataclasses.dataclass
 class Session:
-    """A loaded checkpoint with its tokenizer."""
+    """A loaded checkpoint with its tokenizer, on all devices of `layout`.
+
+    Of several hosts the first prints: to `console` for people, on standard error, and by `write` what was generated.
+    """
 
     config: ModelConfig
     params: dict[str, Any]
     tokenizer: Tokenizer
-    console: Console  # for people, on standard error; text that was generated goes to standard output
+    console: Console
+    layout: Layout
+    hosts: Hosts
 
     @classmethod
-    def open(cls, checkpoint: str, dtype: str | None, fp8: str) -> Session:
+    def open(
+        cls, checkpoint: str, dtype: str | None, fp8: str, layout: str | None = None, hosts: Hosts = ALONE
+    ) -> Session:
         """Loads a folder in the published layout; the tokenizer first, since it is quick to be refused."""
         folder = Path(checkpoint)
         if not folder.is_dir():
             raise InputError(f"{checkpoint}: no such folder, expected a checkpoint in the published layout")
-        console = Console(stderr=True, highlight=False)
+        console = Console(stderr=True, highlight=False, quiet=not hosts.first)
         config = load_config(folder)
         tokenizer = Tokenizer.load(folder)
         if tokenizer.vocab_size > config.vocab_size:
@@ -101,11 +111,20 @@ class Session:
                 f"{folder / 'tokenizer.json'}: has {tokenizer.vocab_size} tokens, more than the {config.vocab_size} "
                 "rows of the embedding (vocab_size)"
             )
-        return cls(config, load_with_progress(folder, config, dtype, fp8, console), tokenizer, console)
+        hosts.agree(f"the checkpoint in {checkpoint}", fingerprint(folder))
+        chosen = choose_layout(layout, config, fp8, hosts)
+        params = load_with_progress(folder, config, dtype, fp8, console, chosen)
+        return cls(config, params, tokenizer, console, chosen, hosts)
+
+    def write(self, text: str) -> None:
+        """Text to standard output at once, whatever its encoding; of several hosts, on the first."""
+        if self.hosts.first:
+            sys.stdout.write(text)
+            sys.stdout.flush()
 
 
 def load_with_progress(
-    folder: Path, config: ModelConfig, dtype: str | None, fp8: str, console: Console
+    folder: Path, config: ModelConfig, dtype: str | None, fp8: str, console: Console, layout: Layout
 ) -> dict[str, Any]:
     """`load_params` with a bar on a terminal; elsewhere a line when it is done."""
     columns = TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
@@ -116,11 +135,17 @@ def load_with_progress(
             config,
             dtype=dtype,
             fp8=fp8,  # type: ignore[arg-type]
+            layout=layout,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
     for note in report.notes:
         console.print(note, style="yellow", soft_wrap=True)
-    console.print(f"loaded {report.tensors:,} tensors, {report.bytes / 1e6:,.1f} MB", style="dim")
+    where = f" for layout {layout.name}: {layout.data} x {layout.expert} x {layout.tensor} devices"
+    console.print(
+        f"loaded {report.tensors:,} tensors, {report.bytes / 1e6:,.1f} MB{where if layout.devices > 1 else ''}",
+        style="dim",
+        soft_wrap=True,
+    )
     return params
 
 
@@ -149,12 +174,6 @@ def stream_texts(
                 generation.reasons[row] = STOP
             if last:
                 yield row, last
-
-
-def write(text: str) -> None:
-    """Text to standard output at once, whatever its encoding."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def figures_line(figures: Figures) -> str:
