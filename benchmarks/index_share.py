@@ -1,0 +1,77 @@
+"""What IndexShare saves on a slice: the released layer plan beside one with an indexer on every layer.
+
+    .venv/bin/python -m benchmarks.index_share [--topology v5p:4x4x8] [--layout expert=128]
+
+Both are compiled for the slice by the TPU compiler (`make plan` installs it), a decode step at every batch and context
+that fits. Index-key bytes are those of one device; operations are all multiplications of its step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from rich.console import Console
+from rich.table import Table
+
+from glm52_jax.config import FULL, load_config
+from glm52_jax.lengths import short_length
+from infer.plan.plan import Plan, request
+from infer.plan.stored import planned
+
+BATCHES, CONTEXTS = (1, 64, 256), (32 * 1024, 128 * 1024, 1024 * 1024)
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="glm-5.2")
+    parser.add_argument("--topology", default="v5p:4x4x8")
+    parser.add_argument("--layout", default="throughput", help="tried at every size")
+    arguments = parser.parse_args()
+    released = load_config(arguments.model)
+    everywhere = dataclasses.replace(released, indexer_types=(FULL,) * released.num_hidden_layers)
+    console = Console(width=150)
+    table = Table(title=f"{arguments.model} on {arguments.topology}, decode: released / an indexer on every layer")
+    columns = (
+        "batch",
+        "context",
+        "layout",
+        "index keys, GiB",
+        "GFLOP a device",
+        "HBM, GB",
+        "longest floor, ms",
+        "fits",
+    )
+    for column in columns:
+        table.add_column(column, justify="right")
+    for batch in BATCHES:
+        for context in CONTEXTS:
+            made = [
+                planned(request(config, arguments.topology, arguments.layout, batch=batch, context=context))
+                for config in (released, everywhere)
+            ]
+            table.add_row(*_row(made, batch, context))
+    console.print(table)
+
+
+def _row(made: list[Plan], batch: int, context: int) -> list[str]:
+    def both(value: object, digits: int = 2) -> str:
+        return " / ".join(f"{value(plan):,.{digits}f}" for plan in made)  # type: ignore[operator]
+
+    r = made[0].request
+    filled = "" if r["batch"] == batch else f" (as {r['batch']})"
+    return [
+        f"{batch}{filled}",
+        short_length(context),
+        " ".join(f"{p.request['data']}x{p.request['expert']}x{p.request['tensor']}" for p in made),
+        both(lambda plan: plan.account.index_keys / 2**30),
+        both(lambda plan: sum(plan.flops.values()) / 1e9, 0),
+        both(lambda plan: plan.hbm_bytes / 1e9, 1),
+        both(lambda plan: plan.floors[0].seconds * 1e3),
+        " / ".join("yes" if plan.fits else "no" for plan in made),
+    ]
+
+
+if __name__ == "__main__":
+    main()
