@@ -43,6 +43,7 @@ class Forms:
         layout: the mesh whose shards the step runs on; one device by default.
         dispatch: how tokens reach experts on other devices; chosen by the size of the step when None.
         transport: how rows are exchanged there, see `sharding.ragged.resolve_transport`.
+        halves: exchange rows in two halves, so that one may travel while the experts of the other are computed.
     """
 
     attention: str = "absorbed"
@@ -51,6 +52,7 @@ class Forms:
     layout: Layout = SINGLE
     dispatch: DispatchForm | None = None
     transport: str = "padded"
+    halves: bool = False
 
     def __post_init__(self) -> None:
         if self.attention not in ("absorbed", "expanded"):
@@ -79,7 +81,8 @@ class Forms:
         """How `tokens` tokens of each device reach their experts."""
         if self.dispatch is not None:
             return self.dispatch
-        return choose_form(self.layout, tokens, config, itemsize=itemsize, transport=self.transport).form
+        form = choose_form(self.layout, tokens, config, itemsize=itemsize, transport=self.transport).form
+        return dataclasses.replace(form, halves=self.halves)
 
     def no_selection(self, config: ModelConfig, cache: Cache, batch: int, tokens: int) -> Selection:
         """A selection of nothing, with the shapes that `indexer.select` gives."""

@@ -33,6 +33,7 @@ from infer.speculative import MAX_DRAFT_TOKENS, Window, accept, draft
 from sharding import hosts
 from sharding.collectives import all_gather, index, psum
 from sharding.layout import SINGLE, Layout
+from sharding.ragged import OVERLAP_OPTIONS
 
 _LANES = {"tpu": 128}  # see `CacheFormat.lanes`
 
@@ -104,6 +105,7 @@ class StepProvider:
         cache_format: how the cache keeps its rows.
         layout: how the step is divided over the devices of `mesh`; its batch axes divide `batch`.
         mesh: None for one device.
+        halves: exchange rows with experts in two halves, see `Forms.halves`.
     """
 
     config: ModelConfig
@@ -118,6 +120,7 @@ class StepProvider:
     cache_format: CacheFormat = PLAIN_CACHE
     layout: Layout = SINGLE
     mesh: Mesh | None = None
+    halves: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
@@ -284,7 +287,13 @@ class StepProvider:
         return self.mesh.devices.flat[0].platform if self.mesh is not None else jax.default_backend()
 
     def _forms(self, tokens: int, layout: Layout) -> Forms:
-        return Forms.best(tokens, platform=self.platform, backend=self.backend, layout=layout)
+        best = Forms.best(tokens, platform=self.platform, backend=self.backend, layout=layout)
+        return dataclasses.replace(best, halves=self.halves)
+
+    @property
+    def compiler_options(self) -> dict[str, Any] | None:
+        """What the compiler of the devices has to be told for the step."""
+        return dict(OVERLAP_OPTIONS) if self.halves and self.platform == "tpu" else None
 
     @property
     def _undivided(self) -> Layout:
@@ -377,7 +386,8 @@ class StepProvider:
 @lru_cache(maxsize=64)
 def _jitted(provider: StepProvider, method: str, arguments: tuple[str, ...]) -> Any:
     # Keyed by the provider's value: bound methods of equal providers are not equal themselves.
-    return jax.jit(provider._function(method, arguments), donate_argnums=1)
+    function = provider._function(method, arguments)
+    return jax.jit(function, donate_argnums=1, compiler_options=provider.compiler_options)
 
 
 @lru_cache(maxsize=64)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 @click.option("--kv", type=click.Choice(["plain", "fp8", "fp8-tensor"]), default="plain", show_default=True)
 @click.option("--kernels", help="Backend of the kernels.  [default: the best for TPUs]")
 @click.option("--row-copy-ns", type=float, help="Cost of issuing the copy of one cache row.  [default: the chip's]")
+@click.option("--halves", is_flag=True, help="Exchange rows with experts in two halves, one under the other's compute.")
 @click.option("--all-full", is_flag=True, help="An indexer on every layer, to see what IndexShare saves.")
 @click.option("--fit", is_flag=True, help="The largest batch for the context and the largest context for the batch.")
 @click.option("--sweep", is_flag=True, help="Every slice with every layout, in one table; both are lists with commas.")
@@ -53,6 +54,7 @@ def plan(
     kv: str,
     kernels: str | None,
     row_copy_ns: float | None,
+    halves: bool,
     all_full: bool,
     fit: bool,
     sweep: bool,
@@ -66,7 +68,7 @@ def plan(
     """
     config = load_config(model)
     config = _every_layer_full(config) if all_full else config
-    options: dict[str, Any] = {"kv": kv, "kernels": kernels, "row_copy_ns": row_copy_ns}
+    options: dict[str, Any] = {"kv": kv, "kernels": kernels, "row_copy_ns": row_copy_ns, "halves": halves}
     options |= {"chunk": chunk} if step == "prefill" else {}
     options |= {"draft_tokens": draft_tokens} if step == "verify" else {}
     from infer.plan.plan import request

@@ -46,6 +46,7 @@ class Request:
         kv: "plain", "fp8" or "fp8-tensor", see `row_formats.CACHE_FORMATS`.
         kernels: backend of the kernels; the best for TPUs when None.
         row_copy_ns: cost of issuing the copy of one row of the cache; the chip's stated one when None.
+        halves: exchange rows with experts in two halves; the collectives then say whether they overlap.
     """
 
     config: ModelConfig
@@ -59,6 +60,7 @@ class Request:
     kv: str = "plain"
     kernels: str | None = None
     row_copy_ns: float | None = None
+    halves: bool = False
 
     @property
     def tokens(self) -> int:
@@ -79,6 +81,7 @@ class Request:
             cache_format=cache_format(self.kv),
             layout=self.layout,
             mesh=mesh,
+            halves=self.halves,
         )
 
     def key(self) -> str:
@@ -176,7 +179,7 @@ def request(
         topology: for instance "v5p:4x4x4", or "2xv6e:16x16" for two slices.
         layout: a preset, sizes such as "expert=16,tensor=4", a TOML file, or a `Layout`. Of a preset the first that
             divides the model and fits by the account is taken.
-        options: `chunk`, `draft_tokens`, `kv`, `kernels`, `row_copy_ns`.
+        options: `chunk`, `draft_tokens`, `kv`, `kernels`, `row_copy_ns`, `halves`.
 
     Raises:
         InputError: an unknown slice, layout, step or format; sizes that do not divide; a context past the model's.
@@ -266,6 +269,7 @@ def compile_plan(asked: Request) -> Plan:
         names=step.names,
         shares=shares(asked.config),
         copies_from=LARGE,
+        options=provider.compiler_options,
     )
     memory, program = compiled.memory, compiled.program
     own = accounted(asked)
@@ -334,6 +338,7 @@ def described(asked: Request) -> dict[str, Any]:
         "chunk": asked.chunk if asked.step == "prefill" else None,
         "draft_tokens": asked.draft_tokens,
         "kv": asked.kv,
+        "halves": asked.halves,
         "weights": asked.config.quantization.method if asked.config.quantization else asked.config.dtype,
         "full_layers": sum(kind == FULL for kind in asked.config.indexer_types),
     }
