@@ -26,6 +26,7 @@ from infer.plan.account import Account, account
 from infer.selftest.checks import Check, Found, Once, Skip, Wrong
 from infer.selftest.machine import Machine, memory_limit
 from infer.steps import State, StepProvider
+from sharding.hosts import current
 from sharding.layout import SINGLE, Layout
 
 GIB = 2**30
@@ -92,7 +93,8 @@ def choose_size(machine: Machine) -> Size:
     refusals = []
     for layout in dict.fromkeys((machine.layout, SINGLE)):
         batch, context = (2 if on_cpu else 8) * layout.parts("batch"), 4096 if on_cpu else 8192
-        room, parts = _room(machine, layout), layout.parts("experts")
+        # Hosts whose memory is not equally free would otherwise run different programs, and wait for each other.
+        room, parts = min(current().exchange(_room(machine, layout))), layout.parts("experts")
         sizes = [n for n in range(full.n_routed_experts, 0, -1) if n % parts == 0 and n >= full.num_experts_per_tok]
         refusal = f"{parts} of them do not share {full.n_routed_experts} experts"
         for experts in sizes:
@@ -126,14 +128,13 @@ def _room(machine: Machine, layout: Layout) -> float:
 
 @dataclasses.dataclass
 class Bench:
-    """The compiled step with what it needs, and what it took."""
+    """The compiled step with what it needs; a step takes the state over, and gives the next one."""
 
     size: Size
     provider: StepProvider
     compiled: Any
     params: Any
     state: State
-    seconds: float = 0.0
 
 
 def _prepare(machine: Machine) -> Bench:
@@ -259,10 +260,10 @@ def _timed(machine: Machine, bench: Bench, plan: Once[Any]) -> Found:
 
     with jax.default_device(machine.first):
         steps(1)
-        warm = steps(1)
+        warm = current().tell(steps(1))  # all hosts make as many steps
         count = max(1, min(16, int(0.25 / warm)))
-        times = [steps(count) for _ in range(_ROUNDS if count > 1 or warm < _SLOW_SECONDS else 3)]
-    bench.seconds = seconds = statistics.median(times)
+        times = [steps(count) for _ in range(_ROUNDS if warm < _SLOW_SECONDS else 3)]
+    seconds = statistics.median(times)
     found = np.asarray(tokens)
     if not ((found >= 0) & (found < bench.size.config.vocab_size)).all():
         raise Wrong(f"tokens {found[:4].tolist()} are not in the vocabulary of {bench.size.config.vocab_size}")

@@ -26,8 +26,10 @@ from infer.selftest.machine import Machine, shape_of
 from infer.selftest.real_width import choose_size
 from infer.selftest.report import Report
 from infer.selftest.tiny_model import same
+from infer.selftest.together import agreed
 from sharding import collectives as ours
 from sharding.chips import CHIPS
+from sharding.hosts import Hosts
 from sharding.layout import Layout
 
 SECTIONS = ["environment", "kernels", "collectives", "tiny model", "real width"]
@@ -122,6 +124,29 @@ def test_a_section_that_cannot_list_its_checks_does_not_stop_the_rest() -> None:
     outcomes = list(run_sections({"a": absent, "b": lambda: [Check("it", lambda: Found("well"))]}))
     assert [outcome.status for outcome in outcomes] == [FAIL, PASS]
     assert "new_kernel" in outcomes[0].figure
+
+
+class TwoHosts(Hosts):
+    """This host and one more, which failed what it is told to."""
+
+    def __init__(self, failed: str, section: str = "it") -> None:
+        super().__init__(0, ("a", "b"))
+        self.failed, self.section = failed, section
+
+    def exchange(self, value: dict) -> list[dict]:
+        status = FAIL if value["name"] == self.failed else PASS
+        other = value | {"section": self.section, "status": status, "figure": "ValueError: no", "traceback": "where"}
+        return [value, other]
+
+
+def test_what_fails_on_another_host_fails() -> None:
+    listed = [Check(name, lambda: Found("well")) for name in "ab"]
+    outcomes = list(agreed(run_sections({"it": lambda: listed}), TwoHosts("b")))
+    assert [outcome.status for outcome in outcomes] == [PASS, FAIL]
+    assert outcomes[1].figure == "on process 1: ValueError: no"
+    assert outcomes[1].traceback == "where"
+    with pytest.raises(RuntimeError, match="out of step after a failure: it: a and other: a"):
+        list(agreed(run_sections({"it": lambda: listed}), TwoHosts("b", "other")))
 
 
 def test_what_needs_a_failure_is_skipped() -> None:
