@@ -4,7 +4,7 @@
         ...                       # jax.devices() are those of all hosts
 
 On a single host this does nothing. On several, a host that is missing, disagrees, fails or is lost ends every process
-with one sentence (`sharding.roll_call`), however deep in a collective the others are.
+with one sentence (`sharding.roll_call`, `sharding.board`), however deep in a collective the others are.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from typing import Any, NoReturn
 
 import jax
 
+from sharding.board import Board
 from sharding.errors import InputError
-from sharding.roll_call import Board, Line, Terms
+from sharding.roll_call import Line, Terms, listed
 
 START_SECONDS = 300.0
 """Time for all hosts to come and bring their devices up, unless another is stated."""
@@ -41,6 +42,8 @@ _BOARD_SECONDS = 2.0
 _REASON_SECONDS = 3.0
 """What a lost host breaks may be seen before the sentence that says so arrives."""
 
+_NO_PROXY = "no_grpc_proxy"
+
 VARIABLES = {
     "coordinator": ("GLM52_COORDINATOR", "JAX_COORDINATOR_ADDRESS"),
     "processes": ("GLM52_PROCESSES", "JAX_NUM_PROCESSES"),
@@ -56,6 +59,10 @@ class Place:
     coordinator: str
     processes: int
     process: int
+
+
+class _EveryonesError(InputError):
+    """What all processes find at once."""
 
 
 class Hosts:
@@ -100,7 +107,7 @@ class Hosts:
         """
         for process, other in enumerate(values := self.exchange(value)):
             if other != values[0]:
-                raise InputError(
+                raise _EveryonesError(
                     f"{what} differs: {other} on process {process} ({self.names[process]}), {values[0]} on process 0 "
                     f"({self.names[0]})"
                 )
@@ -125,7 +132,7 @@ class Hosts:
     def _fail(self, line: Line, error: BaseException) -> NoReturn:
         """Ends this process and, by a last word, the others; Python's own way out would wait for them."""
         if isinstance(error, InputError):
-            line.fail(str(error))
+            line.fail(str(error), everyones=isinstance(error, _EveryonesError))
             _end(str(error), self._board)
         if isinstance(error, Exception):
             time.sleep(_REASON_SECONDS)
@@ -208,7 +215,7 @@ def join(
         raise
     hosts = Hosts(place.process, line.names, line, board)
     try:
-        with _time_limit(terms, board):
+        with _time_limit(line, board):
             _start_jax(terms, service or line.relay_port(), service)
             # Nobody goes on before the slowest has its devices.
             hosts.exchange("up")
@@ -263,9 +270,13 @@ def _variable_number(field: str) -> int | None:
     return None if text is None else int(text)
 
 
+def _platforms() -> str | None:
+    return jax.config.jax_platforms  # type: ignore[missing-attribute]
+
+
 def _from_metadata(start_seconds: float) -> Place | None:
     """JAX knows how to ask a TPU's surroundings, and that there are none; it does not say so in public."""
-    platforms = jax.config.jax_platforms  # type: ignore[missing-attribute]
+    platforms = _platforms()
     if platforms and "tpu" not in platforms:
         return None
     from jax._src.clusters import GceTpuCluster, GkeTpuCluster
@@ -302,7 +313,7 @@ def _start_jax(terms: Terms, port: int, service: int) -> None:
     """JAX's coordinator listens on process 0's own machine only; others reach it by the roll call's port."""
     if any(name.lower().endswith("_proxy") for name in os.environ):
         # A proxy in the environment is not for a machine's own addresses, which JAX would only warn of.
-        os.environ["no_grpc_proxy"] = "127.0.0.1"
+        os.environ[_NO_PROXY] = "127.0.0.1"
         jax.config.update("jax_check_proxy_envs", False)
     later = int(terms.silence) + _JAX_LATER_SECONDS
     try:
@@ -323,10 +334,19 @@ def _start_jax(terms: Terms, port: int, service: int) -> None:
 
 
 @contextlib.contextmanager
-def _time_limit(terms: Terms, board: Board | None) -> Generator[None]:
+def _time_limit(line: Line, board: Board | None) -> Generator[None]:
     """Ends the process when the block has not ended by the deadline, since nothing in it can be interrupted."""
-    sentence = f"the devices of all {terms.processes} processes were not up {terms.within}"
-    timer = threading.Timer(max(terms.left, 1.0), _end, (sentence, board))
+
+    def end() -> None:
+        terms = line.terms
+        behind = board.behind() if board is not None else []
+        who = f"{listed(behind)} of" if 0 < len(behind) < terms.processes else "all"
+        sentence = f"the devices of {who} {terms.processes} processes were not up {terms.within}"
+        line.fail(sentence, everyones=True)
+        _end(sentence, board)
+
+    # Process 0 may know who is behind, so it speaks first where all began together.
+    timer = threading.Timer(max(line.terms.left, 1.0) + (1.0 if board is None else 0.0), end)
     timer.daemon = True
     timer.start()
     try:

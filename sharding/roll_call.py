@@ -1,9 +1,9 @@
 """Who is there: one TCP connection from every process of a run to its first, from before JAX starts until the end.
 
 JAX's own coordinator does not name a host that never comes, aborts with a stack dump where one dies, and notices that
-only after its heartbeats. So the processes meet here first: process 0 keeps a `Board`, every process a `Line` to
-it. Whoever is missing, comes twice, disagrees or goes away later is named to everyone, within a stated time. Messages
-are lines of JSON. It must not know JAX: the coordinator's traffic is passed through as bytes.
+only after its heartbeats. So the processes meet here first: process 0 keeps a `sharding.board.Board`, every process a
+`Line` to it. Whoever is missing, comes twice, disagrees or goes away later is named to everyone, within a stated time.
+Messages are lines of JSON. It must not know JAX: the coordinator's traffic is passed through as bytes.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sharding.errors import InputError
@@ -28,8 +27,7 @@ BEATS = 4
 """Signs of life in the time after which a silent host counts as lost."""
 
 _LINE_BYTES = 1 << 24
-_LAST_WORDS_SECONDS = 1.0
-_RETRY_SECONDS = 0.1
+RETRY_SECONDS = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,227 +107,6 @@ class Connection:
             self.socket.close()
 
 
-@dataclasses.dataclass
-class _Caller:
-    connection: Connection
-    name: str
-    heard: float
-    through: bool = False
-
-
-class Board:
-    """Process 0's side: admits the processes, passes values between them, tells all when one is lost.
-
-    Args:
-        terms: those of process 0.
-        service: port of JAX's coordinator on this machine, to which relayed connections go.
-
-    Raises:
-        InputError: the port cannot be listened on.
-    """
-
-    def __init__(self, terms: Terms, service: int):
-        self._terms, self._service = terms, service
-        self._callers: dict[int, _Caller] = {}
-        self._values: dict[int, Any] = {}
-        self._events: queue.Queue[tuple[Connection | None, dict[str, Any] | None]] = queue.Queue()
-        self.ended = threading.Event()
-        try:
-            dual = socket.has_dualstack_ipv6()
-            family = socket.AF_INET6 if dual else socket.AF_INET
-            self._listener = socket.create_server(("", terms.port), family=family, backlog=1024, dualstack_ipv6=dual)
-        except (OSError, OverflowError) as error:
-            reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
-            raise InputError(
-                f"process 0 cannot listen on port {terms.port} of {terms.address}: {reason}; expected a free port, and "
-                "one process 0"
-            ) from None
-        for work in (self._accept, self._run):
-            threading.Thread(target=work, daemon=True).start()
-
-    def stop(self, sentence: str) -> None:
-        """Ends the roll call, for what only process 0 knows; waits until those who came have been told."""
-        self._events.put((None, {"stop": sentence}))
-        self.ended.wait(2 * _LAST_WORDS_SECONDS)
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._read, args=(Connection(sock),), daemon=True).start()
-
-    def _read(self, connection: Connection) -> None:
-        """Passes one connection's messages on; a stranger's is closed without a word."""
-        try:
-            hello = connection.receive(self._terms.silence)
-            if hello is None or hello.get("form") != FORM:
-                connection.close()
-                return
-            if hello.get("relay"):
-                self._relay(connection)
-                return
-            self._events.put((connection, hello))
-            while (message := connection.receive()) is not None:
-                self._events.put((connection, message))
-        except (ValueError, TimeoutError):
-            pass
-        self._events.put((connection, None))
-
-    def _relay(self, connection: Connection) -> None:
-        """To JAX's coordinator, which may begin a moment later."""
-        while True:
-            try:
-                service = socket.create_connection(("127.0.0.1", self._service), timeout=1)
-                break
-            except OSError:
-                if self._terms.left < 0:
-                    connection.close()
-                    return
-                time.sleep(_RETRY_SECONDS)
-        relay(connection, Connection(service))
-
-    def _run(self) -> None:
-        try:
-            problem = self._admit() or self._serve()
-        except Exception as error:  # told to all, since nobody else would know why they wait
-            problem = f"process 0 had a fault in its roll call: {error!r}"
-        if problem:
-            self._tell_end(problem)
-        self._listener.close()
-        self.ended.set()
-
-    def _admit(self) -> str | None:
-        """Waits for every process; a sentence when that fails."""
-        terms, told = self._terms, 0.0
-        while len(self._callers) < terms.processes:
-            if terms.left <= 0:
-                return absent(terms, self._missing())
-            if time.monotonic() - told > min(1.0, terms.silence / BEATS):
-                told = time.monotonic()
-                self._send_all(self._callers.values(), missing=self._missing())
-            try:
-                connection, message = self._events.get(timeout=min(terms.left, _RETRY_SECONDS))
-            except queue.Empty:
-                continue
-            if message is not None and "stop" in message:
-                problem = message["stop"]
-            elif message is None or "hello" not in message:
-                problem = self._left(connection, message, "at the start")
-            else:
-                problem = self._greet(connection, message["hello"])
-            if problem:
-                return problem
-        self._send_all(self._callers.values(), welcome=[self._callers[i].name for i in range(terms.processes)])
-        return None
-
-    def _missing(self) -> list[int]:
-        return [i for i in range(self._terms.processes) if i not in self._callers]
-
-    def _greet(self, connection: Connection | None, hello: dict[str, Any]) -> str | None:
-        """Admits a process, or says why the run cannot be."""
-        assert connection is not None
-        terms, process, name = self._terms, int(hello["process"]), str(hello["name"])
-        caller = _Caller(connection, name, time.monotonic())
-        problem = None
-        if hello["processes"] != terms.processes:
-            problem = (
-                f"process {process} ({name}) was started with {hello['processes']} processes, process 0 with "
-                f"{terms.processes}, expected the same number on every host"
-            )
-        elif process in self._callers:
-            problem = (
-                f"two processes have the number {process}, on {self._callers[process].name} and on {name}, expected "
-                f"0 to {terms.processes - 1} once each"
-            )
-        elif (key := different(terms.same, hello["same"])) is not None:
-            there, here = (same.get(key, "nothing") for same in (hello["same"], terms.same))
-            problem = (
-                f"process {process} ({name}) has {key} {there}, process 0 has {here}, expected the same command and "
-                "packages on every host"
-            )
-        if problem:
-            connection.send(end=problem)
-            return problem
-        self._callers[process] = caller
-        connection.send(missing=self._missing())
-        return None
-
-    def _serve(self) -> str | None:
-        """Passes values until every process is through; a sentence when one is lost."""
-        terms, told = self._terms, 0.0
-        for caller in self._callers.values():  # they give signs of life from now on
-            caller.heard = time.monotonic()
-        while not all(caller.through for caller in self._callers.values()):
-            now = time.monotonic()
-            if now - told > terms.silence / BEATS:
-                told = now
-                self._send_all(self._callers.values(), beat=1)
-            for process, caller in self._callers.items():
-                if not caller.through and now - caller.heard > terms.silence:
-                    return silent(process, caller.name, terms.silence)
-            try:
-                connection, message = self._events.get(timeout=terms.silence / BEATS)
-            except queue.Empty:
-                continue
-            problem = self._serve_one(connection, message)
-            if problem:
-                return problem
-        self._send_all(self._callers.values(), through=1)
-        return None
-
-    def _serve_one(self, connection: Connection | None, message: dict[str, Any] | None) -> str | None:
-        process = next((i for i, caller in self._callers.items() if caller.connection is connection), None)
-        if process is None:
-            if connection is not None and message and "hello" in message:
-                hello = message["hello"]
-                connection.send(
-                    end=f"process {hello['process']} ({hello['name']}) came to {self._terms.address} when all "
-                    f"{self._terms.processes} processes of that run had come; is its number or address another's?"
-                )
-            return None
-        caller = self._callers[process]
-        caller.heard = time.monotonic()
-        if message is None or "failed" in message:
-            return None if caller.through else self._left(connection, message, "before the end")
-        if "through" in message:
-            caller.through = True
-        elif "tell" in message:
-            self._send_all((c for i, c in self._callers.items() if i != process), told=message["tell"])
-        elif "value" in message:
-            self._values[process] = message["value"]
-            if len(self._values) == self._terms.processes:
-                values = [self._values[i] for i in range(self._terms.processes)]
-                self._values = {}
-                self._send_all(self._callers.values(), values=values)
-        return None
-
-    def _left(self, connection: Connection | None, message: dict[str, Any] | None, when: str) -> str | None:
-        for process, caller in self._callers.items():
-            if caller.connection is connection:
-                if message and "failed" in message:
-                    return f"process {process} ({caller.name}): {message['failed']}"
-                return f"process {process} ({caller.name}) ended {when}, without a word" if message is None else None
-        return None
-
-    def _tell_end(self, sentence: str) -> None:
-        """To the others first, process 0 last: its end takes the board with it."""
-        others = [caller for i, caller in self._callers.items() if i]
-        self._send_all(others, end=sentence)
-        waiting, until = {id(caller.connection) for caller in others}, time.monotonic() + _LAST_WORDS_SECONDS
-        while waiting and time.monotonic() < until:
-            with contextlib.suppress(queue.Empty):
-                connection, message = self._events.get(timeout=_RETRY_SECONDS)
-                if message is None:
-                    waiting.discard(id(connection))
-        self._send_all((caller for i, caller in self._callers.items() if i == 0), end=sentence)
-
-    def _send_all(self, callers: Iterable[_Caller], **message: Any) -> None:
-        for caller in list(callers):
-            caller.connection.send(**message)
-
-
 class Line:
     """A process's connection to the board.
 
@@ -363,7 +140,7 @@ class Line:
             except OSError as error:
                 # A name that is unknown may be known later: the hosts of a cluster get theirs while they start.
                 reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-                time.sleep(_RETRY_SECONDS)
+                time.sleep(RETRY_SECONDS)
                 continue
             connection = Connection(sock)
             connection.send(form=FORM, hello=hello)
@@ -372,7 +149,7 @@ class Line:
                 return connection, names
             connection.close()
             reason = "the connection was closed"
-            time.sleep(_RETRY_SECONDS)
+            time.sleep(RETRY_SECONDS)
         itself = " itself" if terms.process == 0 else ""
         raise InputError(
             f"process {terms.process} did not reach process 0{itself} at {terms.address} {terms.within}: "
@@ -393,7 +170,7 @@ class Line:
                         "address of the host of process 0"
                     ) from None
                 sentence = absent(terms, missing)
-                connection.send(failed=sentence)
+                connection.send(failed=sentence, everyones=True)
                 raise InputError(sentence) from None
             except ValueError:
                 raise InputError(
@@ -411,7 +188,7 @@ class Line:
             missing = message.get("missing", missing)
             if missing is not None and terms.left < -0.4:
                 sentence = absent(terms, missing)
-                connection.send(failed=sentence)
+                connection.send(failed=sentence, everyones=True)
                 raise InputError(sentence)
 
     def _listen(self) -> None:
@@ -467,10 +244,10 @@ class Line:
         self._leaving = True
         self._connection.close()
 
-    def fail(self, sentence: str) -> None:
-        """Says why this process ends before the end."""
+    def fail(self, sentence: str, *, everyones: bool = False) -> None:
+        """Says why this process ends before the end; `everyones` where it is not its own fault alone."""
         self._leaving = True
-        self._connection.send(failed=sentence)
+        self._connection.send(failed=sentence, everyones=everyones)
 
     def relay_port(self) -> int:
         """A port of this machine that leads to JAX's coordinator.
@@ -511,16 +288,15 @@ def relay(near: Connection, far: Connection, *, hold: bool = False) -> None:
     back.join()
 
 
-def different(here: Mapping[str, str], there: Mapping[str, str]) -> str | None:
-    """The first name of which two processes do not say the same."""
-    return next((key for key in (*here, *there) if here.get(key) != there.get(key)), None)
-
-
 def absent(terms: Terms, missing: list[int]) -> str:
     """Who did not come."""
-    numbers = [str(number) for number in missing]
-    who = f"process {numbers[0]}" if len(numbers) == 1 else f"processes {', '.join(numbers[:-1])} and {numbers[-1]}"
-    return f"{who} of {terms.processes} did not come to {terms.address} {terms.within}"
+    return f"{listed(missing)} of {terms.processes} did not come to {terms.address} {terms.within}"
+
+
+def listed(processes: list[int]) -> str:
+    """For instance "processes 1, 2 and 5"."""
+    *others, last = (str(number) for number in processes)
+    return f"processes {', '.join(others)} and {last}" if others else f"process {last}"
 
 
 def silent(process: int, name: str, seconds: float) -> str:

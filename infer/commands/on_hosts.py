@@ -14,13 +14,14 @@ from typing import Any
 
 import click
 import jax
+from jax.sharding import AbstractMesh
 
 from glm52_jax.config import ModelConfig
 from glm52_jax.errors import InputError
 from glm52_jax.params import abstract_params
 from glm52_jax.placement import param_specs
 from sharding.hosts import SILENCE_SECONDS, START_SECONDS, Hosts, join
-from sharding.layout import SINGLE, Layout
+from sharding.layout import AXES, SINGLE, Layout
 from sharding.presets import read_layouts
 
 DEFAULT_ON_SEVERAL_HOSTS = "throughput"
@@ -58,7 +59,7 @@ def on_hosts(command: Callable[..., Any]) -> Callable[..., Any]:
         )
         with hosts:
             if hosts.processes > 1 and jax.default_backend() == "cpu":
-                _only_our_output()
+                only_our_output()
             return command(**options, hosts=hosts)
 
     for option in (
@@ -105,7 +106,7 @@ def on_hosts(command: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _only_our_output() -> None:
+def only_our_output() -> None:
     """Keeps standard output to what this program writes: Gloo greets there when processes of CPUs meet."""
     ours = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -130,7 +131,7 @@ def choose_layout(text: str | None, config: ModelConfig, fp8: str, hosts: Hosts)
     problems = []
     for layout in candidates:
         try:
-            param_specs(params, config, layout, layout.mesh())
+            param_specs(params, config, layout, AbstractMesh((layout.data, layout.expert, layout.tensor), AXES))
         except InputError as problem:
             problems.append(problem)
         else:
