@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
 
 import click
 
@@ -27,6 +31,11 @@ from sharding.hosts import Hosts
 @click.option("--temperature", "-t", type=float, default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus that is sampled from.")
 @click.option("--special", is_flag=True, help="Read special tokens such as <|user|> in the prompts as tokens.")
+@click.option(
+    "--profile",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Write a trace of the steps to this folder, for xprof or TensorBoard.",
+)
 @sampling_options
 @model_options
 @on_hosts
@@ -37,6 +46,7 @@ def generate(
     temperature: float,
     top_p: float,
     special: bool,
+    profile: Path | None,
     seed: int,
     draft_tokens: int,
     chunk: int,
@@ -69,6 +79,21 @@ def generate(
         cache_format=CACHE_FORMATS[kv],
         layout=session.layout,
     )
+    with _traced(profile):
+        _write(session, generation, texts, stop)
+    ended = ", ".join(str(reason) for reason in generation.reasons)
+    session.console.print(f"{figures_line(generation.figures)}; ended: {ended}", style="dim", soft_wrap=True)
+
+
+def _traced(folder: Path | None) -> AbstractContextManager[Any]:
+    """A trace of what runs inside, where one is asked for; each host writes files of its own."""
+    import jax
+
+    return jax.profiler.trace(str(folder)) if folder else nullcontext()
+
+
+def _write(session: Session, generation: Generation, texts: Sequence[str], stop: Sequence[str]) -> None:
+    """One text as it comes, several when all are there."""
     pieces = stream_texts(generation, session.tokenizer, len(texts), stop)
     if len(texts) == 1:
         for _, piece in pieces:
@@ -80,8 +105,6 @@ def generate(
             whole[row] += piece
         for row, text in enumerate(whole):
             session.write(f"--- prompt {row + 1}: {texts[row]!r} ({generation.reasons[row]})\n{text}\n")
-    ended = ", ".join(str(reason) for reason in generation.reasons)
-    session.console.print(f"{figures_line(generation.figures)}; ended: {ended}", style="dim", soft_wrap=True)
 
 
 def _read_prompt(hosts: Hosts) -> str:

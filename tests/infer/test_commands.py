@@ -32,10 +32,12 @@ def test_generate_prints_the_text_and_the_figures(checkpoint: Path, params: dict
     assert piped.stdout == result.stdout
 
 
-def test_generate_takes_several_prompts(checkpoint: Path) -> None:
-    result = run("generate", str(checkpoint), "one", "another one", "-n", "4", "-t", "1", "--seed", "5")
+def test_generate_takes_several_prompts_and_traces_its_steps(checkpoint: Path, tmp_path: Path) -> None:
+    options = ("-n", "4", "-t", "1", "--seed", "5", "--kv", "fp8", "--profile", str(tmp_path / "trace"))
+    result = run("generate", str(checkpoint), "one", "another one", *options)
     assert result.exit_code == 0, result.output
     assert result.stdout.count("--- prompt") == 2
+    assert list(tmp_path.glob("trace/**/*.xplane.pb"))
 
 
 def test_a_stop_string_ends_the_text_before_it(checkpoint: Path, params: dict) -> None:
