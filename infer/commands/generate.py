@@ -87,9 +87,13 @@ def generate(
 
 def _traced(folder: Path | None) -> AbstractContextManager[Any]:
     """A trace of what runs inside, where one is asked for; each host writes files of its own."""
+    if folder is None:
+        return nullcontext()
     import jax
 
-    return jax.profiler.trace(str(folder)) if folder else nullcontext()
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # calls of Python are many, and most of them compile
+    return jax.profiler.trace(str(folder), profiler_options=options)
 
 
 def _write(session: Session, generation: Generation, texts: Sequence[str], stop: Sequence[str]) -> None:
