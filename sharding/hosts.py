@@ -172,7 +172,7 @@ def join(
     hosts (Cloud TPU or GKE, slices of several too).
 
     Args:
-        coordinator: HOST:PORT of process 0, which all hosts reach; the one port that must be open.
+        coordinator: HOST:PORT of process 0, which all hosts reach; JAX's coordinator is reached there too.
         processes, process: how many there are, and this one's number, from 0.
         same: what must be equal on every host, by name; the versions of the packages are compared too.
         start_seconds: within which every host has come and its devices are up, by each process's own clock.

@@ -89,7 +89,7 @@ def stop_early(here: Hosts) -> None:
         write(self, text)
         pieces.append(text)
         if len(pieces) == 1 and here.first:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)  # to this thread, so at this piece
 
     Session.write = interrupting  # type: ignore[method-assign]
 

@@ -15,11 +15,13 @@ from pathlib import Path
 import pytest
 from jax._src.clusters import cloud_tpu_cluster
 
+from glm52_jax.checkpoint.load import load_params
 from glm52_jax.config import BUILT_IN
 from glm52_jax.errors import InputError
 from infer.commands import on_hosts
 from sharding import hosts
 from sharding.hosts import ALONE, Place, find_place
+from sharding.layout import Layout
 
 ROOT = Path(__file__).parents[2]
 START = 20.0
@@ -365,3 +367,10 @@ def test_the_first_of_a_preset_that_divides(monkeypatch: pytest.MonkeyPatch) -> 
     assert on_hosts.choose_layout("long_context", config, "keep", ALONE).tensor < 64
     with pytest.raises(InputError, match="does not divide"):
         on_hosts.choose_layout("data=1,expert=1,tensor=64", config, "keep", ALONE)
+
+
+def test_layout_or_shardings(checkpoint: Path) -> None:
+    with pytest.raises(InputError, match="layout and shardings are both given"):
+        load_params(checkpoint, layout=Layout(tensor=2), shardings=lambda _: None)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="needs 1024 devices, found "):
+        load_params(checkpoint, layout=Layout(data=1024))
