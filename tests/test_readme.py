@@ -14,7 +14,7 @@ import glm52_jax
 from glm52_jax import block
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.cli import COMMANDS, glm52
-from glm52_jax.config import BUILT_IN
+from glm52_jax.config import BUILT_IN, ModelConfig
 from glm52_jax.text import write_byte_tokenizer
 from tests.checkpoint.builders import random_params
 
@@ -26,7 +26,7 @@ EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PA
 
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)[^)]*\)")
-_PATH = re.compile(r"`((?:glm52_jax|infer|sharding|train|tests|benchmarks|docs)/[\w/.-]*)`")
+_PATH = re.compile(r"`((?:glm52_jax|infer|sharding|train|tests|benchmarks|docs|deploy)/[\w/.-]*)`")
 
 
 def blocks(page: Path, language: str) -> Iterator[tuple[int, str]]:
@@ -55,17 +55,22 @@ def shell_commands(page: Path) -> Iterator[list[str]]:
             yield words
 
 
-@pytest.fixture(scope="session")
-def playground(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `glm-tiny/bf16` in it, as `glm52 demo glm-tiny` leaves it, but small enough to compile soon."""
-    folder, tiny = tmp_path_factory.mktemp("readme"), BUILT_IN["glm-5.2-tiny"]
-    config = dataclasses.replace(
+def small_config() -> ModelConfig:
+    """A model like that of `glm52 demo`, but small enough to compile soon."""
+    tiny = BUILT_IN["glm-5.2-tiny"]
+    return dataclasses.replace(
         tiny,
         num_hidden_layers=4,
         indexer_types=tiny.indexer_types[:4],
         mlp_layer_types=("sparse",) * 4,
         n_routed_experts=4,
     )
+
+
+@pytest.fixture(scope="session")
+def playground(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `glm-tiny/bf16` in it, as `glm52 demo glm-tiny` leaves it, but small enough to compile soon."""
+    folder, config = tmp_path_factory.mktemp("readme"), small_config()
     checkpoint = folder / "glm-tiny" / "bf16"
     write_checkpoint(checkpoint, config, random_params(dataclasses.replace(config, dtype="float32")))
     write_byte_tokenizer(checkpoint, vocab_size=config.vocab_size)
