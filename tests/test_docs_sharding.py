@@ -127,9 +127,7 @@ def faults(value: Any, schema: dict[str, Any], where: str = "") -> Iterator[str]
             if name not in properties and others is False:
                 yield f"{where}.{name} is no field"
             else:
-                yield from faults(
-                    item, properties.get(name, others if isinstance(others, dict) else {}), f"{where}.{name}"
-                )
+                yield from faults(item, properties.get(name, rest), f"{where}.{name}")
 
 
 SCHEMA = json.loads((ROOT / "tests" / "jobset_v1alpha2.json").read_text())
