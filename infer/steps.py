@@ -177,7 +177,7 @@ class StepProvider:
                 self.capacity + self.draft_tokens,
                 dtype=self.dtype,
                 page_size=self.page_size,
-                form=dataclasses.replace(self.cache_format, lanes=_LANES.get(self.platform, 1)),
+                form=self.stored_format,
                 layout=self.layout,
             ),
             token=jnp.zeros(batch, jnp.int32),
@@ -280,6 +280,14 @@ class StepProvider:
             )(params, state, *rest)
 
         return run
+
+    @property
+    def stored_format(self) -> CacheFormat:
+        """The cache's format on the devices of the step: in whole lanes, and never larger than a plain one."""
+        form = dataclasses.replace(self.cache_format, lanes=_LANES.get(self.platform, 1))
+        plain = dataclasses.replace(form, index_keys="plain")
+        keys = [one.key_rows(self.config, self.dtype).row_bytes for one in (form, plain)]
+        return form if keys[0] < keys[1] else plain
 
     @property
     def platform(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from sharding.hlo_bytes import hbm_bytes
@@ -83,6 +84,9 @@ def branches(instruction: Instruction) -> tuple[str, ...]:
     )
 
 
+_IN_BRANCH = re.compile(r"/branch_\d+_fun/")
+
+
 class _Counter:
     def __init__(self, module: Module, shares: Mapping[str, Sequence[float]]):
         self.module, self.shares = module, shares
@@ -112,15 +116,19 @@ class _Counter:
     def visit_branches(self, instruction: Instruction, times: float) -> None:
         names = branches(instruction)
         costs = [self.cost(self.module.computations[name]) for name in names]
-        shares = self.shares_of(instruction, costs)
+        shares = self.shares_of(instruction, names, costs)
         flops, moved = zip(*costs, strict=True)
         self.conditionals.append(Conditional(instruction.name, instruction.op_name, times, flops, moved, shares))
         for name, share in zip(names, shares, strict=True):
             if share:
                 self.visit(self.module.computations[name], times * share)
 
-    def shares_of(self, instruction: Instruction, costs: Sequence[tuple[float, float]]) -> tuple[float, ...]:
-        fitting = [text for text in self.shares if text in instruction.op_name]
+    def shares_of(
+        self, instruction: Instruction, names: Sequence[str], costs: Sequence[tuple[float, float]]
+    ) -> tuple[float, ...]:
+        # A conditional inside of a branch has the name of that branch before its own.
+        fitting = [text for text in self.shares if text in re.split(_IN_BRANCH, instruction.op_name)[-1]]
+        fitting = fitting or self.named_inside(names)
         if fitting:
             given = tuple(self.shares[max(fitting, key=len)])
             if len(given) != len(costs):
@@ -129,6 +137,18 @@ class _Counter:
         weights = [flops / _FLOPS_PER_BYTE + moved for flops, moved in costs]
         dearest = weights.index(max(weights))
         return tuple(float(number == dearest) for number in range(len(costs)))
+
+    def named_inside(self, names: Sequence[str]) -> list[str]:
+        """Texts that what is in the branches is named after, where the compiler gave the conditional another name."""
+        found = []
+        for text in self.shares:
+            for number, name in enumerate(names):
+                inner = [i.op_name for i in self.module.computations[name].instructions.values() if i.op_name]
+                own = [op_name for op_name in inner if f"{text}/branch_{number}_fun" in op_name]
+                if own and len(own) >= len(inner) / 2:
+                    found.append(text)
+                    break
+        return found
 
     def cost(self, computation: Computation) -> tuple[float, float]:
         """FLOPs and HBM bytes of one execution, with what it calls."""
@@ -151,7 +171,7 @@ class _Counter:
             names = branches(instruction)
             yield from zip(
                 names,
-                self.shares_of(instruction, [self.cost(self.module.computations[name]) for name in names]),
+                self.shares_of(instruction, names, [self.cost(self.module.computations[name]) for name in names]),
                 strict=True,
             )
         else:

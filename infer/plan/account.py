@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from glm52_jax.config import ModelConfig
 from glm52_jax.params import abstract_params, leaf_of
 from glm52_jax.placement import param_spec, param_specs
-from glm52_jax.row_formats import CacheFormat, parts_of
+from glm52_jax.row_formats import parts_of
 from glm52_jax.spec import parameters
 from infer.steps import State
 from sharding.layout import AXES, Layout
@@ -97,14 +97,3 @@ def account(config: ModelConfig, layout: Layout, state: State) -> Account:
     )
     everything = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     return Account(by_part, latent, keys, everything - latent - keys, replicated)
-
-
-def sequence_bytes(config: ModelConfig, layout: Layout, form: CacheFormat, dtype: Any, context: int) -> float:
-    """Bytes of cache that one sequence takes on each device that has a part of it."""
-    from glm52_jax.spec import Stack, stack_layers
-
-    layers, indexers = (len(stack_layers(config, stack)) for stack in (Stack.LAYER, Stack.INDEXER))
-    rows = (
-        form.latent_rows(config, layers, dtype).row_bytes * layers + form.key_rows(config, dtype).row_bytes * indexers
-    )
-    return rows * context / layout.parts("kv_pages")

@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from infer.plan.account import sequence_bytes
-from infer.plan.plan import Plan, Request, accounted, cache_format
+from infer.plan.plan import Plan, Request, accounted
 
 COMPILATIONS = 3
 _MARGIN = 0.98  # of the limit that the first guess fills
@@ -79,9 +78,3 @@ def _largest(
         return Fit(0, 0, last, number)
     final = sized(fits[0])
     return Fit(final.batch, final.context, fits[1], number)
-
-
-def bytes_of_a_sequence(asked: Request) -> float:
-    """Bytes of cache that one sequence of the request takes on each device that has a part of it."""
-    form = dataclasses.replace(cache_format(asked.kv), lanes=128)
-    return sequence_bytes(asked.config, asked.layout, form, asked.config.dtype, asked.context)

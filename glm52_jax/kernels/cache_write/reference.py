@@ -11,11 +11,15 @@ from glm52_jax.cache import slots
 def write_pages(
     stack: jax.Array, layer: jax.Array | int, rows: jax.Array, page_table: jax.Array, positions: jax.Array
 ) -> jax.Array:
-    """Writes token by token when there are few, else page by page; see `api.write_rows`."""
+    """Writes token by token when there are few, else page by page; see `api.write_rows`.
+
+    Rows of one-byte values are always written by page: a TPU keeps four of them in a word, and would copy the whole
+    stack to update one.
+    """
     tokens, page_size = rows.shape[1], stack.shape[2]
     # A run of positions touches at most this many pages, wherever in a page it begins.
     touched = min((tokens + page_size - 2) // page_size + 1, page_table.shape[1])
-    if tokens <= touched * 2:
+    if tokens <= touched * 2 and stack.dtype.itemsize > 1:
         return _write_tokens(stack, layer, rows, page_table, positions)
     return _write_runs(stack, layer, rows, page_table, positions, touched)
 
