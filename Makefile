@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest
+# With libtpu installed JAX would look for a TPU first.
+PYTEST := JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m pytest
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 export ALLOW_MULTIPLE_LIBTPU_LOAD ?= 1
 

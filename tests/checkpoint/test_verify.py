@@ -170,7 +170,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "manifest.json: is not as a conversion writes it",
     ),
     "the_manifest_names_an_unknown_type": (
-        lambda c: edit(c / MANIFEST, lambda m: m["tensors"][WEIGHT].update(dtype="I8")),
+        lambda c: edit(c / MANIFEST, lambda m: m["tensors"][WEIGHT].update(dtype="I4")),
         "manifest.json: is not as a conversion writes it",
     ),
     "the_manifest_lacks_an_expert": (

@@ -148,14 +148,12 @@ def _attend_to_all(monkeypatch: Patch, where: Callable[[LayerPlace], jax.Array])
         places.append(place)
         return original(params, config, place, *rest)
 
-    def attend(original, weights, config, projected, kept, layer, positions, selection, *, expanded, backend):
-        mask = jnp.arange(kept.capacity) <= positions[..., None]
+    def attend(original, weights, config, projected, kept, layer, standing, selection, **options):
+        mask = jnp.arange(kept.capacity) <= standing.seen[..., None]
         listed = selection.indices[..., None] == jnp.arange(kept.capacity)
         chosen = jnp.where(where(places[-1]), mask, jnp.any(listed, axis=2))
         selection = Selection(mask=chosen)
-        return original(
-            weights, config, projected, kept, layer, positions, selection, expanded=expanded, backend=backend
-        )
+        return original(weights, config, projected, kept, layer, standing, selection, **options)
 
     wrap(monkeypatch, model, "block", remember)
     wrap(monkeypatch, block, "attend", attend)
@@ -266,7 +264,7 @@ def test_scaling_twice(case: Case, monkeypatch: Patch) -> None:
 def test_shared_expert_scaled(case: Case, monkeypatch: Patch) -> None:
     """B17: the factor of the routed experts is applied to the shared one too."""
     factor = case.config.routed_scaling_factor
-    wrap(monkeypatch, moe, "swiglu", lambda original, *a: original(*a) * factor)
+    wrap(monkeypatch, moe, "sharded_mlp", lambda original, *a: original(*a) * factor)
     mentions(fresh_trace(case), "layer 3 departs first")
 
 

@@ -168,7 +168,7 @@ def _recycle_raw(patch: Patch) -> None:
         return x
 
     wrap(patch, mtp, "rms_norm", norm)
-    wrap(patch, mtp, "logits", lambda original, params, x: original(params, rms_norm(x, *scales[-1])))
+    wrap(patch, mtp, "logits", lambda original, params, x, *rest: original(params, rms_norm(x, *scales[-1]), *rest))
 
 
 def _stand_still(patch: Patch) -> None:
