@@ -26,6 +26,7 @@ from glm52_jax.cache import PAGE_SIZE, Cache
 from glm52_jax.config import ModelConfig
 from glm52_jax.errors import InputError
 from glm52_jax.model import compute_dtype, extend, head
+from glm52_jax.moe_form import GATHER
 from glm52_jax.placement import batch_spec, cache_specs, param_specs
 from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
 from infer.sampling import Sampling, next_token
@@ -35,6 +36,7 @@ from sharding.collectives import all_gather, index, psum
 from sharding.layout import SINGLE, Layout
 from sharding.ragged import OVERLAP_OPTIONS
 
+_WITHOUT_RAGGED = ("TPU v5 lite",)  # on its larger slices the compiler refuses ragged exchanges
 _LANES = {"tpu": 128}  # see `CacheFormat.lanes`
 
 
@@ -296,7 +298,9 @@ class StepProvider:
 
     def _forms(self, tokens: int, layout: Layout) -> Forms:
         best = Forms.best(tokens, platform=self.platform, backend=self.backend, layout=layout)
-        return dataclasses.replace(best, halves=self.halves)
+        kind = self.mesh.devices.flat[0].device_kind if self.mesh is not None else ""
+        dispatch = GATHER if kind in _WITHOUT_RAGGED else None
+        return dataclasses.replace(best, halves=self.halves, dispatch=dispatch)
 
     @property
     def compiler_options(self) -> dict[str, Any] | None:
