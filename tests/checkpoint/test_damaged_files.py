@@ -349,7 +349,7 @@ def test_refused(
 
 @pytest.mark.parametrize("name", ["fp8", "plain"])
 def test_what_is_not_damaged_is_not_refused(name: str, request: pytest.FixtureRequest):
-    load_params(request.getfixturevalue(name).path)
+    assert "moe" in load_params(request.getfixturevalue(name).path)
 
 
 def test_what_is_no_folder(tmp_path: Path):

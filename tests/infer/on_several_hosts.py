@@ -71,10 +71,10 @@ def texts(here: Hosts, checkpoint: str, layout: str | None, thorough: bool = Fal
     run(generate, here, [*drafted, "-"])
     sys.stdin = io.StringIO(LINES)
     run(chat, here, [*drafted, "-t", "0"])
+    stop_early(here)
+    sys.stdin = io.StringIO(INTERRUPTED)
+    run(chat, here, [*drafted, "-t", "0"])
     if thorough:
-        stop_early(here)
-        sys.stdin = io.StringIO(INTERRUPTED)
-        run(chat, here, [*drafted, "-t", "0"])
         several = ["Hello, you", "And another one", "third"]
         run(generate, here, [*common, *several])
         run(generate, here, [*common, *several, "-t", "1", "--seed", "5"])
