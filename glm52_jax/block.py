@@ -161,68 +161,16 @@ def block(
         The stream after this layer, the cache with this layer's rows written, the selection that was used, and the
         chosen experts, int32 `[batch * tokens, num_experts_per_tok]` (-1 on a dense layer).
     """
-    layout, positions = forms.layout, places.positions
-    chunk = layout.axes_of("tokens")
-    weights = take(params["attention"], place.layer)
+    positions, weights = places.positions, take(params["attention"], place.layer)
     with jax.named_scope("attention"):
-        normed = rms_norm(x, weights["input_norm"], config.rms_norm_eps)
-        projected = project(weights, config, normed, rotary)
-        cache = dataclasses.replace(
-            cache,
-            latent=write_rows(
-                cache.latent,
-                place.layer,
-                all_gather(layout, projected.row, chunk, 1),
-                cache.page_table,
-                places.kept,
-                backend=forms.backend,
-            ),
-        )
-
-        def own_selection(index_keys: RowStack, _: Selection) -> tuple[RowStack, Selection]:
-            own = take(params["indexer"], place.indexer)
-            keys = indexer.as_stored(indexer.index_keys(own, config, normed, rotary), index_keys)
-            keys = all_gather(layout, keys, chunk, 1)
-            index_keys = write_rows(
-                index_keys, place.indexer, keys, cache.page_table, places.kept, backend=forms.backend
-            )
-            chosen = indexer.select(
-                own,
-                config,
-                normed,
-                projected.q_latent,
-                rotary,
-                dataclasses.replace(cache, index_keys=index_keys),
-                place.indexer,
-                places,
-                as_mask=forms.selection == "mask",
-                backend=forms.backend,
-                layout=layout,
-            )
-            return index_keys, chosen
-
-        index_keys, selection = _choose(
-            place.full, own_selection, lambda keys, last: (keys, last), cache.index_keys, selection
-        )
-        cache = dataclasses.replace(cache, index_keys=index_keys)
-        x = x + attend(
-            weights,
-            config,
-            projected,
-            cache,
-            place.layer,
-            places,
-            selection,
-            expanded=forms.attention == "expanded",
-            backend=forms.backend,
-            layout=layout,
-        )
+        out, cache, selection = _attention(params, config, place, weights, x, rotary, places, cache, selection, forms)
+        x = x + out
 
     normed = rms_norm(x, weights["post_norm"], config.rms_norm_eps)
     with jax.named_scope("mlp"):
         out, experts = _choose(
             place.dense,
-            lambda h: _dense_mlp(params, config, place.mlp, h, layout),
+            lambda h: _dense_mlp(params, config, place.mlp, h, forms.layout),
             lambda h: moe(
                 params["moe"],
                 config,
@@ -230,12 +178,80 @@ def block(
                 h,
                 positions >= 0,
                 backend=forms.backend,
-                layout=layout,
+                layout=forms.layout,
                 dispatch=forms.dispatch_of(config, positions.size, h.dtype.itemsize),
             ),
             normed,
         )
     return x + out, cache, selection, experts
+
+
+def _attention(
+    params: dict[str, Any],
+    config: ModelConfig,
+    place: LayerPlace,
+    weights: dict[str, Any],
+    x: jax.Array,
+    rotary: Rotary,
+    places: Places,
+    cache: Cache,
+    selection: Selection,
+    forms: Forms,
+) -> tuple[jax.Array, Cache, Selection]:
+    """What attention adds to the stream, the cache with this layer's rows, and the selection that was used."""
+    layout = forms.layout
+    chunk = layout.axes_of("tokens")
+    normed = rms_norm(x, weights["input_norm"], config.rms_norm_eps)
+    projected = project(weights, config, normed, rotary)
+    cache = dataclasses.replace(
+        cache,
+        latent=write_rows(
+            cache.latent,
+            place.layer,
+            all_gather(layout, projected.row, chunk, 1),
+            cache.page_table,
+            places.kept,
+            backend=forms.backend,
+        ),
+    )
+
+    def own_selection(index_keys: RowStack, _: Selection) -> tuple[RowStack, Selection]:
+        own = take(params["indexer"], place.indexer)
+        keys = indexer.as_stored(indexer.index_keys(own, config, normed, rotary), index_keys)
+        keys = all_gather(layout, keys, chunk, 1)
+        index_keys = write_rows(index_keys, place.indexer, keys, cache.page_table, places.kept, backend=forms.backend)
+        chosen = indexer.select(
+            own,
+            config,
+            normed,
+            projected.q_latent,
+            rotary,
+            dataclasses.replace(cache, index_keys=index_keys),
+            place.indexer,
+            places,
+            as_mask=forms.selection == "mask",
+            backend=forms.backend,
+            layout=layout,
+        )
+        return index_keys, chosen
+
+    index_keys, selection = _choose(
+        place.full, own_selection, lambda keys, last: (keys, last), cache.index_keys, selection
+    )
+    cache = dataclasses.replace(cache, index_keys=index_keys)
+    out = attend(
+        weights,
+        config,
+        projected,
+        cache,
+        place.layer,
+        places,
+        selection,
+        expanded=forms.attention == "expanded",
+        backend=forms.backend,
+        layout=layout,
+    )
+    return out, cache, selection
 
 
 def _dense_mlp(
