@@ -64,15 +64,23 @@ class Forms:
 
     @classmethod
     def best(
-        cls, tokens: int, *, platform: str | None = None, backend: str | None = None, layout: Layout = SINGLE
+        cls,
+        tokens: int,
+        *,
+        platform: str | None = None,
+        kind: str = "",
+        backend: str | None = None,
+        layout: Layout = SINGLE,
     ) -> Forms:
         """The forms for a step of `tokens` tokens a sequence.
 
         Few of them gather what they attend to. On a CPU many share it: keys and values of the whole context are made
         once. Elsewhere they gather too, since a mask of a long chunk and a long context would be larger than the chunk.
         """
-        platform = platform or jax.default_backend()
-        backend, transport = resolve_backend(backend, platform), resolve_transport(None, platform)
+        if platform is None:
+            device = jax.devices()[0]
+            platform, kind = device.platform, device.device_kind
+        backend, transport = resolve_backend(backend, platform, kind), resolve_transport(None, platform)
         if tokens <= _FEW_TOKENS or platform != "cpu":
             return cls("absorbed", "indices", backend, layout, transport=transport)
         return cls("expanded", "mask", backend, layout, transport=transport)

@@ -294,12 +294,20 @@ class StepProvider:
     @property
     def platform(self) -> str:
         """That of the devices which will run the step."""
-        return self.mesh.devices.flat[0].platform if self.mesh is not None else jax.default_backend()
+        return self._device.platform
+
+    @property
+    def kind(self) -> str:
+        """Their `device_kind`."""
+        return self._device.device_kind
+
+    @property
+    def _device(self) -> Any:
+        return self.mesh.devices.flat[0] if self.mesh is not None else jax.devices()[0]
 
     def _forms(self, tokens: int, layout: Layout) -> Forms:
-        best = Forms.best(tokens, platform=self.platform, backend=self.backend, layout=layout)
-        kind = self.mesh.devices.flat[0].device_kind if self.mesh is not None else ""
-        dispatch = GATHER if kind in _WITHOUT_RAGGED else None
+        best = Forms.best(tokens, platform=self.platform, kind=self.kind, backend=self.backend, layout=layout)
+        dispatch = GATHER if self.kind in _WITHOUT_RAGGED else None
         return dataclasses.replace(best, halves=self.halves, dispatch=dispatch)
 
     @property

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from sharding.errors import InputError
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 _DOCS = "docs.cloud.google.com/tpu/docs"
 _COMPILER = "what libtpu 0.0.42 says is available when a program does not fit (RESOURCE_EXHAUSTED)"
 _F32 = "bf16 peak over the 3 or 6 passes in which an MXU multiplies float32 at precision HIGH or HIGHEST"
@@ -39,6 +39,9 @@ class Chip:
         ici_link_bytes_per_s: one link, one direction.
         dcn_bytes_per_s: to other slices, one direction.
         clock_hz: of a TensorCore.
+        kinds: what its runtime calls such a device (`device_kind`).
+        vmem_bytes: vector memory of one TensorCore, of which a kernel may use a part.
+        mxus, mxu_width: matrix units of one TensorCore and the side of their squares.
         row_copy_ns: stated cost of issuing the copy of one row from HBM into a kernel.
         sources: where each number is from, by attribute name.
     """
@@ -54,6 +57,10 @@ class Chip:
     ici_link_bytes_per_s: float
     dcn_bytes_per_s: float
     clock_hz: float
+    kinds: tuple[str, ...]
+    vmem_bytes: int
+    mxus: int
+    mxu_width: int
     sources: Mapping[str, str] = dataclasses.field(hash=False, repr=False)
 
     @property
@@ -88,7 +95,14 @@ class Chip:
 def _sources(page: str, **other: str) -> dict[str, str]:
     named = dict.fromkeys(("hbm_bytes_per_s", "peak_flops", "ici_link_bytes_per_s", "dcn_bytes_per_s"), page)
     clock = "peak bf16 rate over 2 x MXUs x MXU width squared; the compiler's own tables hold lower clocks"
-    return named | {"hbm_bytes": _COMPILER, "f32": _F32, "row_copy_ns": _ROW, "clock_hz": clock} | other
+    core = dict.fromkeys(("vmem_bytes", "mxus", "mxu_width"), "jax 0.10.2 pallas/mosaic/tpu_info.py")
+    kinds = "device_kind of libtpu 0.0.42"
+    return (
+        named
+        | core
+        | {"kinds": kinds, "hbm_bytes": _COMPILER, "f32": _F32, "row_copy_ns": _ROW, "clock_hz": clock}
+        | other
+    )
 
 
 V5E = Chip(
@@ -103,6 +117,10 @@ V5E = Chip(
     ici_link_bytes_per_s=50e9,
     dcn_bytes_per_s=3.125e9,
     clock_hz=1.5e9,
+    kinds=("TPU v5 lite", "TPU v5e"),
+    vmem_bytes=128 * MIB,
+    mxus=4,
+    mxu_width=128,
     sources=_sources(
         f"{_DOCS}/v5e",
         peak_flops=f"bf16: {_DOCS}/v5e; int8: {_DOCS}/v6e; no FP8 units",
@@ -123,6 +141,10 @@ V5P = Chip(
     ici_link_bytes_per_s=100e9,
     dcn_bytes_per_s=6.25e9,
     clock_hz=1.75e9,
+    kinds=("TPU v5", "TPU v5p"),
+    vmem_bytes=64 * MIB,
+    mxus=4,
+    mxu_width=128,
     sources=_sources(
         f"{_DOCS}/v5p",
         hbm_bytes_per_s=f"{_DOCS}/tpu7x (jax tpu_info has 2460 GB/s)",
@@ -144,6 +166,10 @@ V6E = Chip(
     ici_link_bytes_per_s=100e9,
     dcn_bytes_per_s=12.5e9,
     clock_hz=1.75e9,
+    kinds=("TPU v6 lite", "TPU v6e"),
+    vmem_bytes=128 * MIB,
+    mxus=2,
+    mxu_width=256,
     sources=_sources(
         f"{_DOCS}/v6e",
         hbm_bytes_per_s=f"{_DOCS}/tpu7x ({_DOCS}/v6e has 1600 GB/s)",
@@ -165,6 +191,10 @@ TPU7X = Chip(
     ici_link_bytes_per_s=100e9,
     dcn_bytes_per_s=12.5e9 / 2,
     clock_hz=2.2e9,
+    kinds=("TPU7x",),
+    vmem_bytes=64 * MIB,
+    mxus=2,
+    mxu_width=256,
     sources=_sources(
         f"{_DOCS}/tpu7x, half of a chip",
         peak_flops=f"{_DOCS}/tpu7x, half of a chip; no int8 units (jax 0.10.2 pallas/mosaic/tpu_info.py)",
@@ -191,6 +221,11 @@ def chip(name: str) -> Chip:
     near = difflib.get_close_matches(name.lower(), CHIPS, n=1, cutoff=0.4)
     hint = f", did you mean {near[0]}?" if near else ""
     raise InputError(f"unknown chip {name!r}, expected one of {', '.join(CHIPS)}{hint}")
+
+
+def of_kind(kind: str) -> Chip | None:
+    """The chip whose devices call themselves so (`device_kind`), or None."""
+    return next((chip for chip in CHIPS.values() if kind in chip.kinds), None)
 
 
 @functools.cache

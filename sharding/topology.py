@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from sharding import chips
 from sharding.errors import InputError
-from sharding.layout import Layout
+from sharding.layout import SINGLE, Layout
 
 _NAME = re.compile(r"(?:(\d+)x)?([a-z]\w*):(\d+(?:x\d+)*)")
 
@@ -117,6 +117,12 @@ class PlacedMesh:
     mesh: Mesh
     placement: str
     topology: Topology
+
+
+def one_device(chip: str) -> PlacedMesh:
+    """A mesh of one device of a chip's smallest slice, to compile what one device does by itself."""
+    topology = Topology.parse(f"{chip}:{_cross(chips.slice_shapes(chip)[0])}")
+    return PlacedMesh(SINGLE.mesh(list(_devices(topology)[:1])), "plain", topology)
 
 
 def _cross(shape: tuple[int, ...]) -> str:

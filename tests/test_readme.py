@@ -80,7 +80,7 @@ def playground(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Plain kernels, compiled without the costly passes: what a block computes is for other tests to judge."""
-    monkeypatch.setattr(block, "resolve_backend", lambda name, platform: "reference")
+    monkeypatch.setattr(block, "resolve_backend", lambda *_: "reference")
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield

@@ -79,7 +79,7 @@ class Layers:
 
     def __init__(self, target: Checkpoint, contents: Contents, backend: str | None = None):
         self.target, self.contents, self.config = target, contents, contents.config
-        self.backend = resolve_backend(backend, jax.default_backend())
+        self.backend = resolve_backend(backend, jax.default_backend(), jax.devices()[0].device_kind)
 
     def embed(self, tokens: np.ndarray, layer: int | None = None) -> np.ndarray:
         """float32 `[tokens, embed]`; for the MTP layer its own embedding where the file has one."""

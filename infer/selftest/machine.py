@@ -15,18 +15,6 @@ from sharding.layout import Layout
 from sharding.presets import read_layouts
 from sharding.topology import Topology
 
-# `device_kind` of each chip as its runtime says it, in lower case (libtpu 0.0.42).
-_KINDS = {
-    "tpu v5 lite": "v5e",
-    "tpu v5e": "v5e",
-    "tpu v5": "v5p",
-    "tpu v5p": "v5p",
-    "tpu v6 lite": "v6e",
-    "tpu v6e": "v6e",
-    "tpu7x": "tpu7x",
-    "tpu v7x": "tpu7x",
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
@@ -70,13 +58,12 @@ class Machine:
     @property
     def backend(self) -> str:
         """The kernels' backend that generation takes here."""
-        return resolve_backend(None, self.platform)
+        return resolve_backend(None, self.platform, self.first.device_kind)
 
     @property
     def chip(self) -> chips.Chip | None:
         """What the devices are, when they are of a kind that is known."""
-        name = _KINDS.get(self.first.device_kind.lower())
-        return chips.CHIPS[name] if name else None
+        return chips.of_kind(self.first.device_kind)
 
     @property
     def topology(self) -> Topology | None:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm52_jax.kernels import BACKENDS
+from glm52_jax.kernels import PORTABLE
 from glm52_jax.kernels.masked_attention.api import masked_attention
 from glm52_jax.kernels.sparse_mla.api import sparse_mla
 from glm52_jax.selection import Selection
@@ -62,7 +62,7 @@ def expected(s: dict) -> tuple[np.ndarray, np.ndarray]:
         return out, np.log(total)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PORTABLE)
 @pytest.mark.parametrize("form", ["indices", "mask"])
 def test_attention_to_the_selected_rows(form: str, backend: str) -> None:
     s = setting()
@@ -109,7 +109,7 @@ def test_unused_entries_read_nothing(form: str, poison: float) -> None:
     assert np.abs(dirty_latent).max() > 0
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PORTABLE)
 @pytest.mark.parametrize(
     ("tokens", "length", "dtype"), [(5, 11, "float32"), (300, 400, "float32"), (20, 30, "bfloat16")]
 )

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm52_jax.cache import context_rows, gather_rows, slots
-from glm52_jax.kernels import BACKENDS
+from glm52_jax.kernels import PORTABLE
 from glm52_jax.kernels.cache_write.api import write_rows
 
 LAYERS, BATCH, CAPACITY, WIDTH = 2, 2, 24, 3
-WRITE = {b: jax.jit(lambda *a, b=b: write_rows(*a, backend=b), donate_argnums=0) for b in BACKENDS}
+WRITE = {b: jax.jit(lambda *a, b=b: write_rows(*a, backend=b), donate_argnums=0) for b in PORTABLE}
 GATHER, CONTEXT, SLOTS = jax.jit(gather_rows), jax.jit(context_rows), jax.jit(slots, static_argnums=2)
 
 
@@ -45,7 +45,7 @@ def slot(table: np.ndarray, page_size: int, row: int, position: int) -> int:
     return int(table[row, position // page_size]) * page_size + position % page_size
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PORTABLE)
 @pytest.mark.parametrize("tokens", [1, 2, 6, 11])
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from glm52_jax.kernels import BACKENDS
+from glm52_jax.kernels import PORTABLE
 from glm52_jax.kernels.experts.api import routed_experts
 from glm52_jax.kernels.experts.cpu import sort_by_expert
 from glm52_jax.kernels.prefix import over_prefix
@@ -18,7 +18,7 @@ LAYERS, EXPERTS, EMBED, INNER, K = 2, 5, 6, 4, 2
 GENERATOR = np.random.default_rng(3)
 GATE_UP = GENERATOR.standard_normal((LAYERS, EXPERTS, 2, INNER, EMBED)).astype(np.float32)
 DOWN = GENERATOR.standard_normal((LAYERS, EXPERTS, EMBED, INNER)).astype(np.float32)
-RUN = {b: jax.jit(lambda *a, b=b: routed_experts(*a, backend=b)) for b in BACKENDS}
+RUN = {b: jax.jit(lambda *a, b=b: routed_experts(*a, backend=b)) for b in PORTABLE}
 
 
 def plain(x, experts, gates, gate_up=GATE_UP, down=DOWN, layer: int = 1) -> np.ndarray:
@@ -42,7 +42,7 @@ def assignments(draw: st.DrawFn) -> np.ndarray:
     return experts
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PORTABLE)
 @given(experts=assignments())
 @settings(max_examples=40, deadline=None)
 def test_any_assignment(backend: str, experts: np.ndarray) -> None:
@@ -56,7 +56,7 @@ def test_any_assignment(backend: str, experts: np.ndarray) -> None:
     np.testing.assert_allclose(got, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PORTABLE)
 @pytest.mark.parametrize("case", ["one expert", "all padding", "long"])
 def test_extremes(backend: str, case: str) -> None:
     tokens = 700 if case == "long" else 9
@@ -70,7 +70,7 @@ def test_extremes(backend: str, case: str) -> None:
     np.testing.assert_allclose(RUN[backend](x, experts, gates, GATE_UP, DOWN, 1), plain(x, experts, gates), atol=1e-4)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PORTABLE)
 def test_a_token_does_not_depend_on_the_others(backend: str) -> None:
     x = GENERATOR.standard_normal((12, EMBED)).astype(np.float32)
     experts, gates = np.tile(np.array([[1, 3]], np.int32), (12, 1)), np.full((12, 2), 0.5, np.float32)
@@ -79,7 +79,7 @@ def test_a_token_does_not_depend_on_the_others(backend: str) -> None:
     np.testing.assert_allclose(RUN[backend](x, experts, gates, GATE_UP, DOWN, 0)[:3], together[:3], rtol=1e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PORTABLE)
 def test_fp8_weights(backend: str) -> None:
     """Blocks that are cut at the edge, dequantised an expert at a time."""
     block = (3, 4)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm52_jax.kernels import BACKENDS
+from glm52_jax.kernels import PORTABLE
 from glm52_jax.kernels.index_scores.api import index_scores
 from glm52_jax.kernels.index_scores.reference import map_tokens
 
@@ -43,7 +43,7 @@ def expected(s: dict) -> np.ndarray:
     return np.where(np.arange(total.shape[-1]) <= s["positions"][..., None], total, -np.inf)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PORTABLE)
 @pytest.mark.parametrize(("batch", "tokens", "pages"), [(2, 1, 3), (3, 17, 4), (1, 300, 20)])
 def test_values(backend: str, batch: int, tokens: int, pages: int) -> None:
     s = setting(batch, tokens, pages)
@@ -52,7 +52,7 @@ def test_values(backend: str, batch: int, tokens: int, pages: int) -> None:
     np.testing.assert_allclose(got, expected(s), atol=2e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PORTABLE)
 @pytest.mark.parametrize("tokens", [4, 20])
 def test_padding_sees_nothing(backend: str, tokens: int) -> None:
     s = setting(2, tokens, 3)
@@ -65,7 +65,7 @@ def test_padding_sees_nothing(backend: str, tokens: int) -> None:
     np.testing.assert_allclose(got[real], expected(s)[real], atol=2e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PORTABLE)
 @pytest.mark.parametrize("tokens", [4, 20])
 def test_negative_products_count_for_nothing(backend: str, tokens: int) -> None:
     """B04: a head whose products are all negative changes no score, however large they are."""
@@ -79,7 +79,7 @@ def test_negative_products_count_for_nothing(backend: str, tokens: int) -> None:
     np.testing.assert_allclose(small, run(s, backend), atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PORTABLE)
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_zero_has_one_sign(backend: str, tokens: int) -> None:
     """B11: a negative weight times a ReLU's zero is -0.0, which `top_k` would rank below 0.0."""
@@ -95,7 +95,7 @@ def test_zero_has_one_sign(backend: str, tokens: int) -> None:
 
 def test_scores_of_nan_are_never_finite() -> None:
     """B13: a NaN inside of what may be seen is not chosen either."""
-    for backend in BACKENDS:
+    for backend in PORTABLE:
         s = setting(1, 20, 3)
         s["pool"][1, s["table"][0, 0], 2] = np.nan
         got = run(s, backend)

@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from glm52_jax.kernels import BACKENDS
+from glm52_jax.kernels import PORTABLE
 from glm52_jax.kernels.topk.api import topk_indices, topk_mask
 from glm52_jax.kernels.topk.cpu import ordered_image
 
 # Few values, so that most of them are duplicates; minus infinity stands for positions that may not be seen.
 VALUES = st.sampled_from([-np.inf, -3.5, -1.0, -1e-30, 0.0, 1e-38, 0.25, 0.5, 3e38, np.inf])
 SHAPES = st.sampled_from([(1, 1), (2, 7), (3, 33)])
-INDICES = {b: jax.jit(lambda s, k, b=b: topk_indices(s, k, backend=b), static_argnums=1) for b in BACKENDS}
-MASK = {b: jax.jit(lambda s, k, b=b: topk_mask(s, k, backend=b), static_argnums=1) for b in BACKENDS}
+INDICES = {b: jax.jit(lambda s, k, b=b: topk_indices(s, k, backend=b), static_argnums=1) for b in PORTABLE}
+MASK = {b: jax.jit(lambda s, k, b=b: topk_mask(s, k, backend=b), static_argnums=1) for b in PORTABLE}
 
 
 def stable(scores: np.ndarray, k: int) -> np.ndarray:
@@ -37,7 +37,7 @@ def check(scores: np.ndarray, k: int, backend: str) -> None:
     np.testing.assert_array_equal((indices < 0).sum(-1), k - expected.sum(-1))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PORTABLE)
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_every_form_is_a_stable_sort(backend: str, data: st.DataObject) -> None:
@@ -46,7 +46,7 @@ def test_every_form_is_a_stable_sort(backend: str, data: st.DataObject) -> None:
     check(scores, k, backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PORTABLE)
 @pytest.mark.parametrize("kind", ["clear", "tied", "causal"])
 def test_many_rows_of_many_positions(backend: str, kind: str) -> None:
     """More rows than a form takes at a time."""
@@ -58,7 +58,7 @@ def test_many_rows_of_many_positions(backend: str, kind: str) -> None:
     check(scores, 100, backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PORTABLE)
 def test_nothing_to_choose_from(backend: str) -> None:
     scores = np.full((2, 9), -np.inf, np.float32)
     assert (np.asarray(INDICES[backend](scores, 4)) == -1).all()

@@ -1,0 +1,1 @@
+"""How fast the kernels for TPUs are, from what the compiler makes of them: `python -m benchmarks.kernels --help`."""

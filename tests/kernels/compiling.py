@@ -1,0 +1,22 @@
+"""Compiles a kernel for one device of a TPU, which need not be there; needs libtpu (`jax[tpu]`)."""
+
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from sharding.compiled import CompiledStep, compile_for
+from sharding.topology import one_device
+
+
+def compiled(function: Any, arguments: Any, chip: str, donate: tuple[int, ...] = ()) -> CompiledStep:
+    """`function` (with its backend bound to `tpu:` and the chip) compiled for shapes; skips without the compiler.
+
+    `.program.kernels` has the kernels by name, `.program.copies` what is copied, `.memory` the temporaries.
+    """
+    pytest.importorskip("libtpu", reason="libtpu, the TPU compiler, is not installed")
+    placed = one_device(chip)
+    whole = NamedSharding(placed.mesh, PartitionSpec())
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), tuple(arguments))
+    return compile_for(function, shapes, placed, donate=donate)
