@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.experimental import pallas as pl
@@ -33,7 +33,7 @@ def call(
     target: Target,
     cost: pl.CostEstimate,
     out_shape: Any,
-    semantics: Sequence[str],
+    semantics: Sequence[Literal["parallel", "arbitrary"]],
     aliases: Mapping[int, int] | None = None,
     **grid: Any,
 ) -> Callable[..., Any]:
@@ -44,7 +44,7 @@ def call(
     Args:
         name: what profiles and plans call it.
         cost: operations and bytes; without it nobody who reads the compiled program would count them.
-        semantics: of the grid's dimensions, "parallel" or "arbitrary"; the cores of a chip share the parallel ones.
+        semantics: of the grid's dimensions; the cores of a chip share the parallel ones.
         aliases: operands (counted with those of scalar prefetch) whose buffers are results.
         grid: `grid_spec`, or `grid`, `in_specs`, `out_specs`, `scratch_shapes`.
     """
