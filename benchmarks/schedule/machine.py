@@ -1,0 +1,175 @@
+"""Copies, semaphores and scalar memory of one core, in cycles.
+
+A copy reaches HBM some latency after it was issued, and all copies under way share the bandwidth equally. That is kept
+in virtual time (bytes that each of them has moved so far), so that thousands of small copies stay cheap. A core that
+waits issues nothing, so all is known at a wait, and time may run ahead until its semaphore is satisfied.
+"""
+
+from __future__ import annotations
+
+import collections
+import heapq
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from benchmarks.schedule.chips import ON_CHIP_BYTES_PER_CYCLE, Core
+
+VECTOR_TO_SCALAR = -1
+"""Instead of an operand's number: what values yield that vectors compute and the scalar core reads."""
+
+_ON_CHIP = {"vmem", "smem", "sflag"}
+_NEVER = float("inf")
+
+
+def tiled_words(array: Any) -> np.ndarray:
+    """An int32 array in the order in which it lies in scalar memory: in tiles of 8 x 128, lower where it is short."""
+    words = np.asarray(array).astype(np.int64)
+    if words.ndim <= 1:
+        return words.reshape(-1)
+    rows, columns = words.shape[-2:]
+    height = next((size for size in (1, 2, 4) if rows <= size), 8)
+    padded = -(-rows // height) * height, -(-columns // 128) * 128
+    words = np.pad(words.reshape(-1, rows, columns), ((0, 0), (0, padded[0] - rows), (0, padded[1] - columns)))
+    words = words.reshape(-1, padded[0] // height, height, padded[1] // 128, 128)
+    return words.transpose(0, 1, 3, 2, 4).reshape(-1)
+
+
+class Machine:
+    """State of one core while it executes a kernel.
+
+    Attributes:
+        memory: words of scalar memory by address.
+        moved, copies: bytes and number of copies, by route: "hbm->vmem".
+        stall: cycles in which the core waited for copies.
+        unmatched: waits that nothing ever satisfies, which a right model never sees.
+    """
+
+    def __init__(self, core: Core, scalars: Mapping[int, np.ndarray]):
+        self.bytes_per_cycle, self.latency, self.granule = core.bytes_per_cycle, core.latency, core.timing.granule
+        self.scalars = scalars
+        self.memory: dict[int, int] = {}
+        self.moved: collections.Counter[str] = collections.Counter()
+        self.copies: collections.Counter[str] = collections.Counter()
+        self.stall, self.unmatched = 0.0, 0
+        self.quotients: collections.deque[int] = collections.deque()
+        self._from_vectors = [int(value) for value in scalars.get(VECTOR_TO_SCALAR, ())] or [0]
+        self._read = 0
+        self._now = self._virtual = 0.0
+        self._order = 0
+        # (time, bytes, semaphore, granules), then (virtual time or time of its end, order, semaphore, granules).
+        self._issued: collections.deque[tuple[float, float, int, int]] = collections.deque()
+        self._moving: list[tuple[float, int, int, int]] = []
+        self._on_chip: list[tuple[float, int, int, int]] = []
+        self._semaphores: collections.defaultdict[int, int] = collections.defaultdict(int)
+        self._bases: dict[int, int] = {}
+
+    @property
+    def hbm_bytes(self) -> int:
+        """Read from HBM and written to it; a copy within HBM does both."""
+        return sum(moved * _times(*route.split("->")) for route, moved in self.moved.items())
+
+    def operand(self, number: int, space: str) -> int:
+        """Address of an operand of the kernel, or its value where it is passed in a register."""
+        if space == "value":
+            return int(self.scalars[number][0]) if number in self.scalars else 0
+        base = (number + 1) << (40 if space == "hbm" else 22)
+        self._bases[number] = base if space == "hbm" else base << 4
+        if space == "smem" and number in self.scalars:
+            self.memory.update((base + offset, int(word)) for offset, word in enumerate(self.scalars[number]))
+        return base
+
+    def from_vector(self) -> int:
+        """The next of the values that stand for what vectors compute, from the first again after the last."""
+        value = self._from_vectors[self._read % len(self._from_vectors)]
+        self._read += 1
+        return value
+
+    def copy(self, source: str, to: str, granules: int, semaphore: int, source_at: int, to_at: int, at: float) -> None:
+        """Issues a copy."""
+        route, size = f"{source}->{to}", granules * self.granule
+        self.moved[route] += size
+        self.copies[route] += 1
+        self._advance(at)
+        if times := _times(source, to):
+            self._issued.append((max(at, self._now) + self.latency, size * times, semaphore, granules))
+        else:
+            end = max(at, self._now) + size / ON_CHIP_BYTES_PER_CYCLE
+            heapq.heappush(self._on_chip, (end, self._count(), semaphore, granules))
+        if to == "smem":
+            self._fill(source_at, to_at, granules)
+
+    def wait(self, semaphore: int, count: int, at: float) -> float:
+        """When the semaphore has that count."""
+        self._advance(at)
+        while self._semaphores[semaphore] < count:
+            if not self._step(_NEVER):
+                self.unmatched += 1
+                return at
+        if self._now > at:
+            self.stall += self._now - at
+        return max(at, self._now)
+
+    def signal(self, semaphore: int, count: int, at: float) -> None:
+        self._advance(at)
+        self._semaphores[semaphore] += count
+
+    def finish(self, at: float) -> float:
+        """When all copies have ended."""
+        while self._step(_NEVER):
+            pass
+        return max(at, self._now)
+
+    def _count(self) -> int:
+        self._order += 1
+        return self._order
+
+    def _fill(self, source_at: int, to_at: int, granules: int) -> None:
+        words = self.granule // 4
+        for number, base in self._bases.items():
+            start = (source_at - base) * words
+            known = self.scalars.get(number, ())
+            if 0 <= start < len(known):
+                self.memory.update(
+                    (to_at + offset, int(word)) for offset, word in enumerate(known[start : start + granules * words])
+                )
+
+    def _advance(self, at: float) -> None:
+        while self._step(at):
+            pass
+        self._move(at)
+
+    def _step(self, until: float) -> bool:
+        """Goes on to the next event that is not after `until`, if there is one."""
+        arrival = self._issued[0][0] if self._issued else _NEVER
+        end = on_chip = _NEVER
+        if self._moving:
+            left = self._moving[0][0] - self._virtual
+            end = self._now + left * len(self._moving) / self.bytes_per_cycle
+        if self._on_chip:
+            on_chip = self._on_chip[0][0]
+        first = min(arrival, end, on_chip)
+        if first > until or first == _NEVER:
+            return False
+        self._move(first)
+        if first == arrival:
+            _, size, semaphore, granules = self._issued.popleft()
+            heapq.heappush(self._moving, (self._virtual + size, self._count(), semaphore, granules))
+        else:
+            _, _, semaphore, granules = heapq.heappop(self._moving if first == end else self._on_chip)
+            self._semaphores[semaphore] += granules
+        return True
+
+    def _move(self, to: float) -> None:
+        if to > self._now:
+            if self._moving:
+                self._virtual += (to - self._now) * self.bytes_per_cycle / len(self._moving)
+            self._now = to
+
+
+def _times(source: str, to: str) -> int:
+    """How often a copied byte passes HBM; "general" copies name no end and are taken to pass it once."""
+    if source in _ON_CHIP and to in _ON_CHIP:
+        return 0
+    return 2 if source == to == "hbm" else 1
