@@ -1,0 +1,261 @@
+"""Dense attention of absorbed queries to the paged latent cache under a mask, for TPUs.
+
+A tile of queries reads the blocks of the context in which any of its queries attends to something, each row once for
+all queries and heads, and keeps an online softmax. The next block is copied while one is computed on, across tiles and
+sequences. Cores share the tiles, or the blocks of each tile where the tiles are too few.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from glm52_jax.kernels import Target
+from glm52_jax.kernels.pallas import LANES, SUBLANES, call
+from glm52_jax.kernels.sparse_mla import dense_blocks
+from glm52_jax.kernels.sparse_mla.dense_blocks import DenseBlocks
+from glm52_jax.kernels.sparse_mla.dense_kernel import WORD, kernel
+from glm52_jax.row_formats import GroupRows, LaneRows, PackedRows, RowStack, TensorRows, parts_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """How rows lie in the kernel's memory when they meet the queries.
+
+    Attributes:
+        sections: (first value, values, width) of a query's parts: each is padded to the width of the rows' part.
+        values: leading width that is averaged, whole lanes where rows have them.
+        groups: (codes a scale, place of the first scale in its part), where codes have scales of their own.
+        names: of the parts, as the kernel takes them: what holds the codes or values first.
+    """
+
+    sections: tuple[tuple[int, int, int], ...]
+    values: int
+    groups: tuple[int, int] | None
+    names: tuple[str, ...]
+
+    @property
+    def width(self) -> int:
+        return sum(width for _, _, width in self.sections)
+
+    @classmethod
+    def of(cls, latent: RowStack, width: int, rank: int) -> Rows:
+        parts = parts_of(latent)
+        form = latent.format if isinstance(latent, PackedRows) else None
+        if isinstance(form, GroupRows):
+            codes, rest = parts["codes"].shape[-1], width - form.coded
+            coded = (0, form.coded, codes)
+            if isinstance(form, LaneRows):
+                tail = (form.coded, rest, parts["tail"].shape[-1])
+                return cls((coded, tail), codes, (form.group, rest), ("codes", "tail"))
+            return cls((coded, (form.coded, rest, rest)), codes, (form.group, 0), ("codes", "scales", "plain"))
+        (name,) = parts
+        held = parts[name].shape[-1]
+        return cls(((0, width, held),), min(held, -(-rank // LANES) * LANES), None, (name,))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything static of a call.
+
+    Attributes:
+        items: tiles of queries, of all sequences.
+        tiles: of a sequence.
+        tile: queries of one.
+        table: pages that a sequence has room for.
+        page: rows of a page.
+        pages: of a block.
+        blocks: that the longest sequence may have.
+        product: queries that are multiplied together.
+        dtype: of the queries, and of all operands of products.
+        cores: that the work is shared by.
+        splits: parts of each tile's blocks, that different cores take.
+    """
+
+    rows: Rows
+    items: int
+    tiles: int
+    tile: int
+    heads: int
+    table: int
+    page: int
+    pages: int
+    blocks: int
+    cores: int
+    splits: int
+    product: int
+    dtype: Any
+
+    @property
+    def keys(self) -> int:
+        return self.pages * self.page
+
+    @property
+    def steps(self) -> int:
+        """Tiles that a core takes."""
+        return self.items * self.splits // self.cores
+
+    @property
+    def words(self) -> int:
+        return -(-self.blocks // WORD)
+
+    @property
+    def mask_rows(self) -> int:
+        return -(-self.tile // SUBLANES) * SUBLANES
+
+    def item(self, core: Any, step: Any) -> Any:
+        return step if self.splits > 1 else core * self.steps + step
+
+    def place(self, core: Any, step: Any) -> Any:
+        """Where the results of a step go."""
+        return core * self.steps + step
+
+
+def attend(
+    queries: jax.Array,
+    latent: RowStack,
+    layer: jax.Array | int,
+    page_table: jax.Array,
+    positions: jax.Array,
+    mask: jax.Array,
+    scale: float,
+    kv_lora_rank: int,
+    *,
+    target: Target,
+    blocks: DenseBlocks | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The kernel itself; see `dense_mla`."""
+    batch, tokens, heads, width = queries.shape
+    blocks = blocks or dense_blocks.choose(target, tokens, heads)
+    rows = Rows.of(latent, width, kv_lora_rank)
+    parts = [parts_of(latent)[name] for name in rows.names]
+    page, table = parts[0].shape[2], page_table.shape[1]
+    tile = min(blocks.queries, tokens)
+    pages = max(1, min(blocks.keys // page, table))
+    tiles = -(-tokens // tile)
+    items, cores = batch * tiles, target.chip.cores_per_device
+    plan = Plan(
+        rows=rows,
+        items=items,
+        tiles=tiles,
+        tile=tile,
+        heads=heads,
+        table=table,
+        page=page,
+        pages=pages,
+        blocks=-(-table // pages),
+        cores=cores,
+        splits=cores if items % cores else 1,
+        product=max(1, blocks.rows // heads),
+        dtype=queries.dtype,
+    )
+    lengths = jnp.max(positions, axis=1) + 1
+    seen, live = _tables(plan, mask, lengths)
+    scalars = (
+        jnp.asarray(layer, jnp.int32).reshape(1),
+        lengths.astype(jnp.int32),
+        page_table.reshape(-1).astype(jnp.int32),
+        live,
+        _layer_scale(latent, layer),
+    )
+    padded = jnp.pad(queries, ((0, 0), (0, tiles * tile - tokens), (0, 0), (0, 0)))
+    row_bytes = sum(part.shape[-1] * part.dtype.itemsize for part in parts)
+    estimate = dense_blocks.cost(
+        batch, tokens, heads, mask.shape[2], width, kv_lora_rank, row_bytes, queries.dtype.itemsize
+    )
+    out, lse = _call(plan, target, estimate, scale, len(parts), [(p.shape[-1], p.dtype) for p in parts])(
+        *scalars, padded.reshape(items, tile * heads, width), seen, *parts
+    )
+    if plan.splits > 1:
+        out, lse = _join(out.reshape(plan.splits, items, tile * heads, -1), lse.reshape(plan.splits, items, -1))
+    out = out.astype(queries.dtype).reshape(batch, tiles * tile, heads, -1)
+    return out[:, :tokens, :, :kv_lora_rank], lse.reshape(batch, tiles * tile, heads)[:, :tokens]
+
+
+def _layer_scale(latent: RowStack, layer: jax.Array | int) -> jax.Array:
+    """float32 `[1]`, what the whole layer's codes are multiplied by."""
+    if isinstance(latent, PackedRows) and isinstance(latent.format, TensorRows):
+        return jnp.asarray(latent.format.scales, jnp.float32)[layer].reshape(1)
+    return jnp.ones(1, jnp.float32)
+
+
+def _tables(plan: Plan, mask: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The mask by tile, int8 `[items, queries, positions]`, and which blocks are live, a bit each, int32."""
+    batch, tokens, positions = mask.shape
+    room = plan.blocks * plan.keys
+    mask = jnp.pad(mask, ((0, 0), (0, plan.tiles * plan.tile - tokens), (0, room - positions)))
+    mask = mask.reshape(plan.items, plan.tile, room)
+    some = jnp.any(mask.reshape(plan.items, plan.tile, plan.blocks, plan.keys), axis=(1, 3))
+    written = jnp.arange(plan.blocks) * plan.keys < lengths[:, None]
+    some &= jnp.repeat(written, plan.tiles, axis=0)
+    bits = jnp.pad(some, ((0, 0), (0, plan.words * WORD - plan.blocks))).reshape(plan.items, plan.words, WORD)
+    words = jnp.sum(jnp.where(bits, jnp.uint32(1) << jnp.arange(WORD, dtype=jnp.uint32), 0), axis=-1)
+    seen = jnp.pad(mask.astype(jnp.int8), ((0, 0), (0, plan.mask_rows - plan.tile), (0, 0)))
+    return seen, jax.lax.bitcast_convert_type(words.astype(jnp.uint32), jnp.int32).reshape(-1)
+
+
+def _join(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """One softmax of several over parts of the rows, the first dimension."""
+    top = jnp.max(lse, axis=0)
+    weight = jnp.exp(lse - jnp.where(jnp.isfinite(top), top, 0.0))
+    total = jnp.sum(weight, axis=0)
+    share = jnp.sum(out * weight[..., None], axis=0) / jnp.where(total > 0, total, 1.0)[..., None]
+    return share, jnp.where(total > 0, jnp.log(total) + top, -jnp.inf)
+
+
+def _call(plan: Plan, target: Target, estimate: pl.CostEstimate, scale: float, count: int, parts: list) -> Any:
+    tall = plan.tile * plan.heads
+    values, width = plan.rows.values, plan.rows.width
+    results = plan.steps * plan.cores
+    given = sum(section[1] for section in plan.rows.sections)
+    spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=4,
+        grid=(plan.cores, plan.steps),
+        in_specs=[
+            pl.BlockSpec(memory_space=pltpu.SMEM),
+            pl.BlockSpec((None, tall, given), lambda c, i, *_: (plan.item(c, i), 0, 0)),
+            *[pl.BlockSpec(memory_space=pl.ANY)] * (1 + count),
+        ],
+        out_specs=[
+            pl.BlockSpec((None, tall, values), lambda c, i, *_: (plan.place(c, i), 0, 0)),
+            pl.BlockSpec((None, tall, LANES), lambda c, i, *_: (plan.place(c, i), 0, 0)),
+        ],
+        scratch_shapes=[
+            pltpu.VMEM((2, plan.mask_rows, plan.keys), jnp.int8),
+            [pltpu.VMEM((2, plan.pages, plan.page, part), dtype) for part, dtype in parts],
+            pltpu.VMEM((plan.mask_rows, plan.keys), jnp.int32),
+            pltpu.VMEM((plan.keys, width), plan.dtype),
+            pltpu.VMEM((tall, width), plan.dtype),
+            pltpu.VMEM((tall, values), jnp.float32),
+            pltpu.VMEM((tall, LANES), jnp.float32),
+            pltpu.VMEM((tall, LANES), jnp.float32),
+            pltpu.SMEM((2 * plan.blocks,), jnp.int32),
+            pltpu.SMEM((4,), jnp.int32),
+            pltpu.SemaphoreType.DMA((2,)),
+        ],
+    )
+    out_type = jnp.float32 if plan.splits > 1 else plan.dtype
+    run = call(
+        functools.partial(kernel, plan, scale),
+        name="dense_mla",
+        target=target,
+        cost=estimate,
+        out_shape=[
+            jax.ShapeDtypeStruct((results, tall, values), out_type),
+            jax.ShapeDtypeStruct((results, tall, LANES), jnp.float32),
+        ],
+        semantics=("parallel", "arbitrary"),
+        grid_spec=spec,
+    )
+
+    def first_lane(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out, lse = run(*operands)
+        return out, lse[..., 0]
+
+    return first_lane
