@@ -9,7 +9,11 @@ from glm52_jax.kernels.index_scores.cpu import index_scores_blocked
 from glm52_jax.kernels.index_scores.reference import index_scores_reference
 from glm52_jax.row_formats import RowStack
 
-_FORMS = {"reference": index_scores_reference, "cpu": index_scores_blocked}
+_FORMS = {
+    "reference": index_scores_reference,
+    "cpu": index_scores_blocked,
+    "tpu": "glm52_jax.kernels.index_scores.tpu:index_scores",
+}
 
 
 def index_scores(
