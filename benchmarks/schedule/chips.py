@@ -19,16 +19,18 @@ class Timing:
             (ayaka14732/pallas-tpu-tutorial); that v5e and v5p have the same, and 160 for units of twice the side, are
             assumptions.
         granule: bytes in which schedules count the sizes of copies.
+        hbm_shift: bits by which the kernel shifts an address in HBM before it issues a copy, from the same schedules.
     """
 
     rows_per_cycle: int
     delay_slots: int
     mxu_latency: int
     granule: int = 32
+    hbm_shift: int = 0
 
 
 TIMINGS: dict[str, Timing] = {
-    "v5e": Timing(1, 4, 90),
+    "v5e": Timing(1, 4, 90, hbm_shift=4),
     "v5p": Timing(1, 4, 90),
     "v6e": Timing(2, 4, 160),
     "tpu7x": Timing(2, 0, 160),

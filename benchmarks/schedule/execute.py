@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -24,6 +25,10 @@ _CORE_ID = "allocation0"
 """The word of scalar memory that the runtime writes, not the kernel."""
 
 _REGISTERS = [f"s{number}" for number in range(64)], [f"p{number}" for number in range(32)]
+
+
+_NUMBER = re.compile(r"\b\d{7,}\b")  # addresses of allocations: those of a `Translator` are as long as this
+_FIXED = re.compile(r"\(\d+\)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +151,7 @@ def _sum(count: Sequence[int], values: Sequence[Any]) -> Any:
 
 def _without_the_unused(lines: Sequence[Block], steps: list[list[Step]]) -> list[list[Step]]:
     """Only the steps that a branch, a copy, a wait or the memory depends on: the usual analysis of live registers."""
+    steps = _without_dead_stores(steps)
     needed: list[frozenset[str]] = [frozenset()] * (len(lines) + 1)
     changed = True
     while changed:
@@ -158,6 +164,15 @@ def _without_the_unused(lines: Sequence[Block], steps: list[list[Step]]) -> list
     for number in range(len(lines)):
         _backwards(lines, number, steps, needed, kept)
     return kept
+
+
+def _without_dead_stores(steps: list[list[Step]]) -> list[list[Step]]:
+    """No stores to a place that nothing else names: messages of checks for whoever looks at a core that stopped."""
+    named = {number for bundle in steps for step in bundle if not step.stores for number in _NUMBER.findall(step.text)}
+    return [
+        [step for step in bundle if not _FIXED.fullmatch(step.stores) or named & set(_NUMBER.findall(step.stores))]
+        for bundle in steps
+    ]
 
 
 def _backwards(

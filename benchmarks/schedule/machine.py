@@ -47,7 +47,8 @@ class Machine:
     """
 
     def __init__(self, core: Core, scalars: Mapping[int, np.ndarray]):
-        self.bytes_per_cycle, self.latency, self.granule = core.bytes_per_cycle, core.latency, core.timing.granule
+        self.bytes_per_cycle, self.latency = core.bytes_per_cycle, core.latency
+        self.granule, self.hbm_shift = core.timing.granule, core.timing.hbm_shift
         self.scalars = scalars
         self.memory: dict[int, int] = {}
         self.moved: collections.Counter[str] = collections.Counter()
@@ -75,7 +76,8 @@ class Machine:
         if space == "value":
             return int(self.scalars[number][0]) if number in self.scalars else 0
         base = (number + 1) << (40 if space == "hbm" else 22)
-        self._bases[number] = base if space == "hbm" else base << 4
+        # As copies will name it, in granules.
+        self._bases[number] = base << (self.hbm_shift if space == "hbm" else 4)
         if space == "smem" and number in self.scalars:
             self.memory.update((base + offset, int(word)) for offset, word in enumerate(self.scalars[number]))
         return base

@@ -31,6 +31,7 @@ class Step:
         effect: whether it does more than to set the register, so that it must be executed in any case.
         timed: whether it needs to know the time, `t`.
         unknown: the instruction where the value is a guess.
+        stores: the address in scalar memory that it writes, as an expression.
     """
 
     writes: str
@@ -38,6 +39,7 @@ class Step:
     effect: bool = False
     timed: bool = False
     unknown: str = ""
+    stores: str = ""
 
     @property
     def reads(self) -> frozenset[str]:
@@ -122,7 +124,9 @@ class Translator:
             semaphore, count = (self.value(part) for part in _parts(rest)[:2])
             return Step("", f"machine.signal({semaphore}, {count}, t)", effect=True, timed=True)
         if operation == "sst" and (match := _STORE.match(rest)):
-            return Step("", f"memory[{self.value(match[1])}] = {self.value(match[2].lstrip(', '))}", effect=True)
+            address = self.value(match[1])
+            text = f"memory[{address}] = {self.value(match[2].lstrip(', '))}"
+            return Step("", text, effect=True, stores=address)
         if head == "sdivrem":
             a, b = (self.value(part) for part in _parts(rest)[:2])
             sign = "%" if "kRem" in rest else "//"
