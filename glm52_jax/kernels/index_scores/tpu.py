@@ -78,16 +78,17 @@ def index_scores(
     w = weight_rows(tiled(head_weights))
     pages = capacity // page_size
     whole = -(-capacity // blocks.block) * blocks.block // page_size
-    table = jnp.pad(jnp.clip(page_table, 0, parts[0].shape[1] - 1), ((0, 0), (0, whole - pages)))
+    # Pages of the whole stack, which a kernel can address with less arithmetic than pages of a layer.
+    table = jnp.asarray(indexer, jnp.int32) * parts[0].shape[1] + jnp.clip(page_table, 0, parts[0].shape[1] - 1)
+    table = jnp.pad(table, ((0, 0), (0, whole - pages)))
     shape = _Shape(blocks, batch, tiles, heads, capacity, page_size, whole)
     out = _call(shape, parts, target, cost_of(queries, parts, capacity))(
-        jnp.asarray(indexer, jnp.int32).reshape(1),
         table.reshape(-1),
         jnp.max(positions, axis=1),
         q,
         w,
         jnp.broadcast_to(positions[..., None], (*positions.shape, LANES)),
-        *parts,
+        *[part.reshape(-1, *part.shape[2:]) for part in parts],
     )
     return out.reshape(batch, tiles * blocks.tokens, capacity)[:, :tokens]
 
@@ -148,7 +149,7 @@ def _call(shape: _Shape, parts: tuple[jax.Array, ...], target: Target, estimate:
         semantics=("parallel", "arbitrary", "arbitrary"),
         out_shape=jax.ShapeDtypeStruct((shape.rows, blocks.tokens, shape.capacity), jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=2,
             grid=(blocks.cores, shape.rows, shape.steps),
             in_specs=[
                 row(rows, width),
@@ -168,14 +169,14 @@ def _call(shape: _Shape, parts: tuple[jax.Array, ...], target: Target, estimate:
     )
 
 
-def _kernel(indexer, table, newest, q, w, positions, *refs, shape: _Shape, parts: int):  # noqa: ANN001, ANN202
+def _kernel(table, newest, q, w, positions, *refs, shape: _Shape, parts: int):  # noqa: ANN001, ANN202
     """One block of one row."""
     stacks, out, buffers = refs[:parts], refs[parts], refs[parts + 1 : 2 * parts + 1]
     arrived, turn = refs[2 * parts + 1 :]
     blocks = shape.blocks
     core, row, step = (pl.program_id(axis) for axis in range(3))
     block = step * blocks.cores + core
-    stream = _Stream(shape, indexer, table, stacks, buffers, arrived)
+    stream = _Stream(shape, table, stacks, buffers, arrived)
 
     def next_row(row: jax.Array) -> jax.Array:
         """The first row from this one on that needs this core's first block, or the number of rows."""
@@ -193,7 +194,10 @@ def _kernel(indexer, table, newest, q, w, positions, *refs, shape: _Shape, parts
         @pl.when(first < shape.rows)
         def _() -> None:
             for chunk in range(blocks.chunks):
-                stream.read(first, core, chunk, 0, newest[first])
+
+                @pl.when(core * blocks.block + chunk * blocks.keys <= newest[first])
+                def _(chunk: int = chunk) -> None:
+                    stream.read(first, core, chunk, 0)
 
     needed = block * blocks.block <= newest[row]
 
@@ -204,23 +208,35 @@ def _kernel(indexer, table, newest, q, w, positions, *refs, shape: _Shape, parts
         then_row = jax.lax.cond(stays, lambda: row, lambda: next_row(row + 1))
         then_block = jnp.where(stays, block + blocks.cores, core)
         then_last = jnp.where(then_row < shape.rows, newest[jnp.minimum(then_row, shape.rows - 1)], -1)
+        score = functools.partial(_score, q, w, positions, shape=shape)
 
-        def chunk(number: jax.Array, _: None) -> None:
-            stream.read(then_row, then_block, number, 1 - slot, then_last)
-            start = block * blocks.block + number * blocks.keys
+        def whole(number: jax.Array, _: None) -> None:
+            stream.wait(number, slot)
+            score([buffer.at[slot, number] for buffer in buffers], out, number, block)
+            stream.read(then_row, then_block, number, 1 - slot)
 
-            @pl.when(start <= newest[row])
+        def some(number: jax.Array, _: None) -> None:
+            @pl.when(then_block * blocks.block + number * blocks.keys <= then_last)
+            def _() -> None:
+                stream.read(then_row, then_block, number, 1 - slot)
+
+            here = block * blocks.block + number * blocks.keys <= newest[row]
+
+            @pl.when(here)
             def _() -> None:
                 stream.wait(number, slot)
-                _score(q, w, positions, [buffer.at[slot, number] for buffer in buffers], out, number, start, shape)
+                score([buffer.at[slot, number] for buffer in buffers], out, number, block)
 
-            @pl.when(start > newest[row])
+            @pl.when(~here)
             def _() -> None:
-                out[0, :, pl.ds(number * blocks.keys, blocks.keys)] = jnp.full(
-                    (blocks.tokens, blocks.keys), -jnp.inf, jnp.float32
-                )
+                at = pl.ds(number * blocks.keys, blocks.keys)
+                out[0, :, at] = jnp.full((blocks.tokens, blocks.keys), -jnp.inf, jnp.float32)
 
-        jax.lax.fori_loop(0, blocks.chunks, chunk, None)
+        # Without a condition inside, copies are started while the units for vectors are at work.
+        last_chunk = blocks.block - blocks.keys
+        full = (block * blocks.block + last_chunk <= newest[row]) & (then_block * blocks.block + last_chunk <= then_last)
+        pl.when(full)(lambda: jax.lax.fori_loop(0, blocks.chunks, whole, None))
+        pl.when(~full)(lambda: jax.lax.fori_loop(0, blocks.chunks, some, None))
         turn[0] = 1 - slot
 
     @pl.when(~needed)
@@ -233,28 +249,23 @@ class _Stream:
     """The copies of pages into one of two buffers."""
 
     shape: _Shape
-    indexer: Any
     table: Any
     stacks: Any
     buffers: Any
     arrived: Any
 
-    def read(self, row: Any, block: Any, chunk: Any, slot: Any, last: Any) -> None:
-        """Starts to read a chunk, if its row needs it."""
-        blocks, size = self.shape.blocks, self.shape.page_size
-        sequence = row // self.shape.tiles
-
-        @pl.when(block * blocks.block + chunk * blocks.keys <= last)
-        def _() -> None:
-            first = sequence * self.shape.pages + (block * blocks.block + chunk * blocks.keys) // size
-            for number in range(blocks.keys // size):
-                page = self.table[first + number]
-                for stack, buffer in zip(self.stacks, self.buffers, strict=True):
-                    pltpu.make_async_copy(
-                        stack.at[self.indexer[0], page],
-                        buffer.at[slot, chunk, pl.ds(number * size, size)],
-                        self.arrived.at[slot, chunk],
-                    ).start()
+    def read(self, row: Any, block: Any, chunk: Any, slot: Any) -> None:
+        """Starts to read a chunk."""
+        blocks, pages = self.shape.blocks, self.shape.blocks.keys // self.shape.page_size
+        first = row // self.shape.tiles * self.shape.pages + (block * blocks.chunks + chunk) * pages
+        for number in range(pages):
+            page = self.table[first + number]
+            for stack, buffer in zip(self.stacks, self.buffers, strict=True):
+                pltpu.make_async_copy(
+                    stack.at[page],
+                    buffer.at[slot, chunk, pl.ds(number * self.shape.page_size, self.shape.page_size)],
+                    self.arrived.at[slot, chunk],
+                ).start()
 
     def wait(self, chunk: Any, slot: Any) -> None:
         """Waits for all pages of a chunk."""
@@ -263,9 +274,10 @@ class _Stream:
             pltpu.make_async_copy(whole, whole, self.arrived.at[slot, chunk]).wait()
 
 
-def _score(q, w, positions, buffers, out, number, start, shape: _Shape):  # noqa: ANN001, ANN202
+def _score(q, w, positions, buffers, out, number, block, *, shape: _Shape):  # noqa: ANN001, ANN202
     """The masked scores of a chunk."""
     blocks = shape.blocks
+    start = block * blocks.block + number * blocks.keys
     keys = buffers[0][...]
     scales = buffers[1][...] if len(buffers) > 1 else None
     group = min(blocks.tokens, SUBLANES)
