@@ -103,10 +103,14 @@ def mlp(x: jax.Array, gate: Weight, up: Weight, down: Weight, *, dtype: Any = No
 
 def hadamard(x: jax.Array) -> jax.Array:
     """The last dimension, a power of two, turned by the normalised Hadamard matrix, its own inverse; float32."""
-    width = x.shape[-1]
+    return linear(x.astype(jnp.float32), hadamard_matrix(x.shape[-1]))
+
+
+def hadamard_matrix(width: int) -> jax.Array:
+    """float32 `[width, width]`, symmetric and orthogonal."""
     bits = np.arange(width)
     signs = 1 - 2 * (np.bitwise_count(bits[:, None] & bits) % 2).astype(np.float32)
-    return linear(x.astype(jnp.float32), jnp.asarray(signs * np.float32(width**-0.5)))
+    return jnp.asarray(signs * np.float32(width**-0.5))
 
 
 @flax.struct.dataclass

@@ -20,6 +20,11 @@ FLOAT8 = jnp.float8_e4m3fn
 _LARGEST = {jnp.dtype(FLOAT8): 448.0, jnp.dtype(jnp.int8): 127.0}
 _LEAST_GROUP = 1e-4  # the largest value of a group is taken for no less, as the published engines do
 
+# float32: value = mantissa * 2 ** (exponent - bias); 448 = 1.75 * 2 ** 8. Adding the carry to the bits of a value moves
+# those with a mantissa above 1.75 to the next exponent.
+_MANTISSA_BITS, _BIAS, _EXPONENT_OF_LARGEST = 23, 127, 8
+_CARRY = (1 << _MANTISSA_BITS) - 1 - int(0.75 * (1 << _MANTISSA_BITS))
+
 
 @flax.struct.dataclass
 class BlockQuantized:
@@ -95,15 +100,25 @@ def quantize_groups(values: jax.Array, group: int) -> tuple[jax.Array, jax.Array
     Source: the FP8 latent rows of FlashMLA and vLLM ("fp8_ds_mla").
     """
     groups = _grouped(values.astype(jnp.float32), group)
-    largest = _LARGEST[jnp.dtype(FLOAT8)]
-    most = jnp.maximum(jnp.max(jnp.abs(groups), axis=-1), _LEAST_GROUP)
-    # The exponent is read, not computed by a logarithm, which may round a power of two away. A power of two times 448
-    # is divided exactly; anything above rounds up to the next exponent.
-    mantissa, exponent = jnp.frexp(most / largest)
-    exponent = exponent - (mantissa == 0.5)
-    scales = jnp.where(jnp.isfinite(most), jnp.ldexp(jnp.float32(1), exponent), most)
-    codes = saturate(groups / scales[..., None])
+    scales, inverse = group_scales(jnp.max(jnp.abs(groups), axis=-1))
+    codes = saturate(groups * inverse[..., None])
     return codes.reshape(*values.shape[:-1], -1)[..., : values.shape[-1]], scales
+
+
+def group_scales(most: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The scale of groups whose largest value is `most`, and one over it, as `quantize_groups` wants them; float32.
+
+    448 is 1.75 times a power of two, so the exponent of the scale follows from that of `most`, one higher where its
+    mantissa is above 1.75: read from the bits, since a logarithm may round a power of two away.
+    """
+    most = jnp.maximum(most, _LEAST_GROUP)
+    bits = jax.lax.bitcast_convert_type(most, jnp.int32)
+    exponent = ((bits + _CARRY) >> _MANTISSA_BITS) - _EXPONENT_OF_LARGEST
+    scales = jax.lax.bitcast_convert_type(exponent << _MANTISSA_BITS, jnp.float32)
+    inverse = jax.lax.bitcast_convert_type((2 * _BIAS - exponent) << _MANTISSA_BITS, jnp.float32)
+    # What is not finite stays so.
+    finite = jnp.abs(most) < jnp.inf
+    return jnp.where(finite, scales, most), jnp.where(finite, inverse, jnp.nan)
 
 
 def dequantize_groups(codes: jax.Array, scales: jax.Array, group: int) -> jax.Array:
@@ -114,8 +129,13 @@ def dequantize_groups(codes: jax.Array, scales: jax.Array, group: int) -> jax.Ar
 
 def saturate(values: jax.Array) -> jax.Array:
     """float8_e4m3fn of float32 values; what is beyond its range becomes 448, which a plain cast would make NaN."""
+    return saturated(values).astype(FLOAT8)
+
+
+def saturated(values: jax.Array) -> jax.Array:
+    """float32 values within the range of float8_e4m3fn; a cast rounds them and changes nothing else."""
     largest = _LARGEST[jnp.dtype(FLOAT8)]
-    return jnp.clip(values, -largest, largest).astype(FLOAT8)
+    return jnp.clip(values, -largest, largest)
 
 
 def _grouped(values: jax.Array, group: int) -> jax.Array:

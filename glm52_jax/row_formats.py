@@ -145,12 +145,13 @@ class TensorRows(RowFormat):
         return {"codes": (_padded(self.width, self.lanes), FLOAT8)}
 
     def encode(self, rows: jax.Array, layer: jax.Array | int) -> dict[str, jax.Array]:
-        return {"codes": _pad(saturate(rows.astype(jnp.float32) / self._scale(layer)), self.lanes)}
+        return {"codes": _pad(saturate(rows.astype(jnp.float32) / self.scale(layer)), self.lanes)}
 
     def decode(self, parts: dict[str, jax.Array], layer: jax.Array | int) -> jax.Array:
-        return parts["codes"][..., : self.width].astype(jnp.float32) * self._scale(layer)
+        return parts["codes"][..., : self.width].astype(jnp.float32) * self.scale(layer)
 
-    def _scale(self, layer: jax.Array | int) -> jax.Array:
+    def scale(self, layer: jax.Array | int) -> jax.Array:
+        """float32 scale of a layer."""
         return jnp.asarray(self.scales, jnp.float32)[layer]
 
 

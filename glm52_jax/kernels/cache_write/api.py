@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 
 from glm52_jax.kernels import form
-from glm52_jax.kernels.cache_write.reference import write_pages
-from glm52_jax.row_formats import PackedRows, RowStack, encode
+from glm52_jax.kernels.cache_write.new_rows import Making
+from glm52_jax.kernels.cache_write.reference import write_rows_reference
+from glm52_jax.row_formats import RowStack
 
-_FORMS = {"reference": write_pages}
+_FORMS = {"reference": write_rows_reference, "tpu": "glm52_jax.kernels.cache_write.tpu:write_rows"}
 
 
 def write_rows(
     stack: RowStack,
     layer: jax.Array | int,
-    rows: jax.Array,
+    values: jax.Array,
     page_table: jax.Array,
     positions: jax.Array,
     *,
+    making: Making | None = None,
     backend: str,
 ) -> RowStack:
-    """The stack with `rows` written at `positions` of one layer, in place where the stack is donated.
+    """The stack with one row for each token written at `positions` of one layer, in place where the stack is donated.
 
     Args:
         stack: `[layers, pages, page_size, width]`, or `PackedRows` of such rows.
         layer: which layer of the stack.
-        rows: `[batch, tokens, width]`, cast or quantised to what the stack has.
+        values: `[batch, tokens, width]`, what the rows are made of; cast or quantised to what the stack has.
         page_table: int32 `[batch, pages_per_sequence]`.
         positions: int32 `[batch, tokens]`, -1 for what is not to be written: padding, or tokens that another device
-            keeps. The others of a sequence are consecutive positions, in the order of their columns.
+            keeps. The others of a sequence are consecutive positions, in the order of their columns, and those of a
+            page are in adjacent columns.
+        making: how a row is made of its values; None where they are the row.
         backend: see `kernels.resolve_backend`.
     """
-    write = form(_FORMS, backend)
-    new = encode(stack, rows, layer)
-    if not isinstance(stack, PackedRows):
-        return write(stack, layer, new["values"], page_table, positions)
-    parts = {name: write(part, layer, new[name], page_table, positions) for name, part in stack.parts.items()}
-    return dataclasses.replace(stack, parts=parts)
+    return form(_FORMS, backend)(stack, layer, values, page_table, positions, making)

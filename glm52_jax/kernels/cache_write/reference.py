@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
 from glm52_jax.cache import slots
+from glm52_jax.kernels.cache_write.new_rows import Making
+from glm52_jax.row_formats import PackedRows, RowStack, encode
 
 
-def write_pages(
+def write_rows_reference(
+    stack: RowStack,
+    layer: jax.Array | int,
+    values: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    making: Making | None,
+) -> RowStack:
+    """See `api.write_rows`."""
+    new = encode(stack, making(values) if making else values, layer)
+    if not isinstance(stack, PackedRows):
+        return _write(stack, layer, new["values"], page_table, positions)
+    parts = {name: _write(part, layer, new[name], page_table, positions) for name, part in stack.parts.items()}
+    return dataclasses.replace(stack, parts=parts)
+
+
+def _write(
     stack: jax.Array, layer: jax.Array | int, rows: jax.Array, page_table: jax.Array, positions: jax.Array
 ) -> jax.Array:
-    """Writes token by token when there are few, else page by page; see `api.write_rows`.
+    """One part of the rows: token by token when there are few, else page by page.
 
     Rows of one-byte values are always written by page: a TPU keeps four of them in a word, and would copy the whole
     stack to update one.

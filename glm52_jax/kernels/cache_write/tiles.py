@@ -1,0 +1,119 @@
+"""What the kernel does to new rows in vector memory: norm, rotation, codes; `new_rows` and `row_formats` on tiles.
+
+Everything goes through references, a slab of rows at a time, since a store may begin at any lane and a value may not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+from glm52_jax.kernels.cache_write.new_rows import KeyMaking, LatentMaking, Making
+from glm52_jax.primitives import hadamard_matrix
+from glm52_jax.quant import group_scales, saturated
+from glm52_jax.row_formats import GroupRows, LaneRows, RowFormat, TensorRows
+
+
+def tables(making: Making | None, room: int) -> tuple[list[jax.Array], list[jax.Array]]:
+    """What the making needs besides the values, in the shapes that `make` takes.
+
+    Args:
+        room: width of a made row with its padding.
+
+    Returns:
+        Arrays that all rows share, `[1 or width, width]`, and arrays with a row for each token
+        `[batch, tokens, width]`.
+    """
+    if making is None:
+        return [], []
+    shared = [making.norm.astype(jnp.float32)[None]]
+    if isinstance(making, KeyMaking):
+        shared.append(making.bias.astype(jnp.float32)[None])
+        if making.turned:
+            shared.append(hadamard_matrix(making.norm.shape[0]))
+    cos, sin = making.rotary.cos, making.rotary.sin
+    if making.interleave:
+        cos, sin = (jnp.repeat(table, 2, axis=-1) for table in (cos, sin))
+        sign = jnp.tile(jnp.array([-1.0, 1.0], jnp.float32), sin.shape[-1] // 2)
+    else:
+        half = sin.shape[-1]
+        cos, sin = (jnp.concatenate([table, table], axis=-1) for table in (cos, sin))
+        sign = jnp.repeat(jnp.array([-1.0, 1.0], jnp.float32), half)
+    start = making.norm.shape[0] if isinstance(making, LatentMaking) else 0
+    pad = ((0, 0), (0, 0), (0, room - start - cos.shape[-1]))
+    # Values that are not rotated are kept, with an angle of zero.
+    return shared, [jnp.pad(cos, pad, constant_values=1.0), jnp.pad(sin * sign, pad)]
+
+
+def make(made: Any, at: Any, making: Making, dtype: Any, shared: list[Any], angles: list[jax.Array]) -> None:
+    """Turns values into rows, in place.
+
+    Args:
+        made: float32 reference `[rows, width with padding]`, zeros in the padding.
+        at: slab of rows.
+        dtype: that values come in, to which a latent row is rounded before it is stored in codes.
+        shared, angles: references and slabs of arrays, of `tables`.
+    """
+    width = making.norm.shape[0]
+    if isinstance(making, LatentMaking):
+        latent = made[at, :width]
+        latent = latent * jax.lax.rsqrt(jnp.mean(jnp.square(latent), -1, keepdims=True) + making.eps)
+        made[at, :width] = (latent * shared[0][...]).astype(dtype).astype(jnp.float32)
+        rope = _rotated(made[at, width:], making, angles)
+        made[at, width:] = rope.astype(dtype).astype(jnp.float32)
+        return
+    keys = made[at, :]
+    keys = keys - jnp.mean(keys, -1, keepdims=True)
+    keys = keys * jax.lax.rsqrt(jnp.mean(jnp.square(keys), -1, keepdims=True) + making.eps)
+    keys = _rotated(keys * shared[0][...] + shared[1][...], making, angles)
+    if making.turned:
+        keys = jax.lax.dot(keys, shared[2][...], precision=jax.lax.Precision.HIGHEST)
+    made[at, :] = keys
+
+
+def _rotated(values: jax.Array, making: Making, angles: list[jax.Array]) -> jax.Array:
+    width, pairs = values.shape[-1], making.rotary.cos.shape[-1]
+    lane = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
+    step = 1 if making.interleave else pairs
+    first = lane % 2 == 0 if making.interleave else lane < pairs
+    partner = jnp.where(first, _roll(values, width - step), _roll(values, step))
+    return values * angles[0] + partner * angles[1]
+
+
+def _roll(values: jax.Array, shift: int) -> jax.Array:
+    return pltpu.roll(values, shift % values.shape[-1], 1)
+
+
+def encode(parts: dict[str, Any], at: Any, form: RowFormat | None, rows: jax.Array, scale: jax.Array) -> None:
+    """Stores rows in parts, as float32 that the part's type only has to round.
+
+    Args:
+        parts: float32 references `[rows, width of the part]`, zeros where a part has padding.
+        at: slab of rows.
+        form: of the stack, None for a plain array.
+        rows: float32 `[rows of the slab, width]`, padded or not.
+        scale: of the layer, for `TensorRows`.
+    """
+    if isinstance(form, GroupRows):
+        _encode_groups(parts, at, form, rows)
+    elif isinstance(form, TensorRows):
+        parts["codes"][at, : form.width] = saturated(rows[:, : form.width] / scale)
+    else:
+        width = min(rows.shape[1], parts["values"].shape[1])
+        parts["values"][at, :width] = rows[:, :width]
+
+
+def _encode_groups(parts: dict[str, Any], at: Any, form: GroupRows, rows: jax.Array) -> None:
+    in_tail = isinstance(form, LaneRows)
+    scales, first = (parts["tail"], form.plain) if in_tail else (parts["scales"], 0)
+    if form.plain:
+        parts["tail" if in_tail else "plain"][at, : form.plain] = rows[:, form.coded : form.coded + form.plain]
+    for number, start in enumerate(range(0, form.coded, form.group)):
+        stop = min(start + form.group, form.coded)
+        group = rows[:, start:stop]
+        own, inverse = group_scales(jnp.max(jnp.abs(group), axis=-1, keepdims=True))
+        parts["codes"][at, start:stop] = saturated(group * inverse)
+        scales[at, first + number : first + number + 1] = own
