@@ -7,7 +7,7 @@ PYTEST := JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m pytest
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 export ALLOW_MULTIPLE_LIBTPU_LOAD ?= 1
 
-.PHONY: help demo test test-all lint format oracle plan clean
+.PHONY: help demo test test-all lint format oracle plan grid clean
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
@@ -56,6 +56,9 @@ format: $(VENV)/.lint  ## rewrite the code in the project's format
 oracle: $(VENV)/.oracle  ## install torch and transformers for the comparisons that need them
 
 plan: $(VENV)/.plan  ## install the TPU compiler (libtpu), which plans need
+
+grid: $(VENV)/.plan  ## compile every kernel at every shape for every TPU, without one
+	$(BIN)/python -m benchmarks.kernels --grid
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build demo

@@ -1,0 +1,57 @@
+"""The compile grid: every case for every chip, and whether ours compile without large copies."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from benchmarks.kernels.catalogue import ours
+from benchmarks.kernels.figures import Figures
+from benchmarks.kernels.table import MIB, Sheet
+
+LARGEST_COPY = MIB
+
+
+def fault(one: Figures) -> str:
+    """What is wrong with a case of ours, or an empty text."""
+    if not ours(one.form):
+        return ""
+    if one.refusal:
+        return f"does not compile: {one.refusal}"
+    if one.copied > LARGEST_COPY:
+        return f"copies {one.copied / MIB:.0f} MiB: {one.copies[0]}"
+    return ""
+
+
+def sheets(figures: Sequence[Figures], chips: Sequence[str]) -> list[Sheet]:
+    """A row for each operation, shape and form with what became of it on each chip; then all refusals and faults."""
+
+    def of(one: Figures) -> tuple[str, str, str]:
+        return one.op, one.shape, one.form
+
+    order = {key: number for number, key in enumerate(dict.fromkeys(map(of, figures)))}
+    found = sorted(figures, key=lambda one: order[of(one)])
+    rows = []
+    for key, same in itertools.groupby(found, key=of):
+        cells = {one.chip: _cell(one) for one in same}
+        rows.append((*key, *(cells.get(chip, "-") for chip in chips)))
+    wrong = [(*of(one), one.chip, fault(one) or f"does not compile: {one.refusal}") for one in found if _told(one)]
+    made = [Sheet("compile grid: seconds, temporaries, largest copy", ("op", "shape", "form", *chips), tuple(rows))]
+    if wrong:
+        made.append(Sheet("refusals and copies", ("op", "shape", "form", "chip", "why"), tuple(wrong)))
+    return made
+
+
+def _told(one: Figures) -> bool:
+    return bool(one.refusal or fault(one))
+
+
+def _cell(one: Figures) -> str:
+    if one.refusal:
+        return "refused"
+    parts = [f"{one.compile_s:.1f} s"]
+    if one.temporaries >= MIB:
+        parts.append(f"{one.temporaries / MIB:.0f} MiB")
+    if one.copied >= MIB:
+        parts.append(f"copies {one.copied / MIB:.0f} MiB")
+    return ", ".join(parts)

@@ -1,0 +1,143 @@
+"""Compiles one case for one chip and gathers its figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from pathlib import Path
+
+import jax
+
+from benchmarks.kernels.case import Case
+from benchmarks.kernels.figures import BYTES, COPIES, FLOPS, Figures
+from benchmarks.schedule.chips import IDEAL
+from benchmarks.schedule.estimate import Estimate, compile_one, estimate
+from sharding import chips
+from sharding.compiled import CompiledStep
+
+MIB = 2**20
+_REFUSALS = (jax.errors.JaxRuntimeError, jax.errors.JAXTypeError, NotImplementedError, ValueError, TypeError)
+
+
+def compiled(case: Case, chip: str) -> Figures:
+    """What the compiler alone says: seconds, temporaries and copies, or why it refuses."""
+    start = time.perf_counter()
+    try:
+        built = case.build(chip)
+        step = compile_one(built.function, built.arguments, chip, built.donate)
+    except Exception as error:  # whatever it is, the other cases must go on
+        return _refused(case, chip, error)
+    return _of_step(case, chip, step, time.perf_counter() - start)
+
+
+def measured(case: Case, chip: str, folder: Path) -> Figures:
+    """All figures.
+
+    Args:
+        folder: into which the compiler writes its schedules.
+    """
+    try:
+        built = case.build(chip)
+        made = estimate(built.function, built.arguments, chip, folder, donate=built.donate, scalars=dict(built.scalars))
+    except Exception as error:
+        return _refused(case, chip, error)
+    step = made.step
+    basis = _of_step(case, chip, step, step.lower_seconds + step.compile_seconds)
+    if basis.refusal:
+        return basis
+    return _with_estimate(case, basis, made)
+
+
+def floors(case: Case, chip: str) -> dict[str, float]:
+    """The least time by each resource of one device, all its cores included; without those that are not needed."""
+    device = chips.chip(chip)
+    found = {
+        BYTES: case.hbm_bytes / device.hbm_bytes_per_s,
+        FLOPS: case.flops / device.peak(case.dtype),
+        COPIES: case.copies * device.row_copy_ns * 1e-9 / device.cores_per_device,
+    }
+    return {name: seconds for name, seconds in found.items() if seconds}
+
+
+def one_sentence(error: BaseException) -> str:
+    """The part of a compiler's message that says what is wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = next((line for line in lines if not line.startswith(("At:", "--", "==", "The MLIR"))), "")
+    text = re.sub(r"^(INTERNAL|INVALID_ARGUMENT|UNIMPLEMENTED|RESOURCE_EXHAUSTED): ", "", text)
+    named = type(error).__name__ if not isinstance(error, _REFUSALS) else ""
+    return ": ".join(filter(None, (named, text[:300]))) or type(error).__name__
+
+
+def _refused(case: Case, chip: str, error: BaseException) -> Figures:
+    return Figures(case.op, case.shape, case.form, chip, refusal=one_sentence(error))
+
+
+def _of_step(case: Case, chip: str, step: CompiledStep, seconds: float) -> Figures:
+    if not step.fits:
+        needed, offered = step.memory.total / 2**30, step.memory.limit / 2**30
+        return Figures(
+            case.op, case.shape, case.form, chip, refusal=f"needs {needed:.2f} GiB of HBM, there are {offered:.2f} GiB"
+        )
+    copies = [copy for copy in step.program.copies if copy.executed]
+    return Figures(
+        case.op,
+        case.shape,
+        case.form,
+        chip,
+        compile_s=seconds,
+        temporaries=step.memory.temporaries,
+        copied=max((copy.bytes for copy in copies), default=0),
+        copies=tuple(f"{copy.kind} {copy.shape} {copy.bytes / MIB:.0f} MiB {copy.op_name}".strip() for copy in copies),
+        floors=floors(case, chip),
+    )
+
+
+def _with_estimate(case: Case, basis: Figures, made: Estimate) -> Figures:
+    device = chips.chip(basis.chip)
+    around: float | None = None if made.uncosted else made.xla_seconds
+    if made.missing:
+        estimates = {}
+    elif made.kernels:
+        estimates = {name: made.kernel_seconds(name) for name in made.kernels[0].seconds}
+    else:
+        # The compiler's own figure knows no settings.
+        estimates, around = ({IDEAL.name: around}, 0.0) if around is not None else ({}, None)
+    runs = [one.run for one in made.kernels]
+    loops = [(loop, one) for one in made.kernels for loop in one.run.loops]
+    hot = max(loops, key=lambda found: found[0].cycles * found[1].executed, default=None)
+    working = sum(run.unit_cycles for run in runs)
+    return dataclasses.replace(
+        basis,
+        vmem=made.vmem,
+        estimates=estimates,
+        around_s=around,
+        bundles=round(sum(one.run.bundles * one.executed for one in made.kernels)),
+        loop=hot[0].bundles if hot else 0,
+        trips=round(hot[0].trips * hot[1].executed) if hot else 0,
+        mxu=sum(run.mxu_busy for run in runs) / working if working else 0.0,
+        stall_s=sum(one.run.stall * one.executed for one in made.kernels) / device.clock_hz,
+        hbm_bytes=made.kernel_bytes or made.xla_bytes,
+        cores=max((one.cores for one in made.kernels), default=1),
+        notes=tuple(_notes(case, made, device.cores_per_device)),
+    )
+
+
+def _notes(case: Case, made: Estimate, cores: int) -> list[str]:
+    found = [f"{name} not read: {why}" for name, why in made.missing.items()]
+    if made.uncosted:
+        found.append("no figure for " + ", ".join(sorted(made.uncosted)))
+    if made.bytes_alone and not made.kernels:
+        found.append(f"{made.bytes_alone} fusions by their bytes alone")
+    for one in made.kernels:
+        runs = one.runs.values()
+        if any(run.cut for run in runs):
+            found.append("not run to its end")
+        if unmatched := max(run.unmatched for run in runs):
+            found.append(f"{unmatched} waits unmatched")
+        found += [f"guessed {name}" for name in one.run.unknown]
+    if made.kernels and (moved := made.kernel_bytes + made.xla_bytes) < 0.9 * case.hbm_bytes:
+        found.append(f"moves {moved / case.hbm_bytes:.0%} of its bytes")
+    if made.kernels and cores > 1 and all(one.cores == 1 for one in made.kernels):
+        found.append("one core of two")
+    return list(dict.fromkeys(found))
