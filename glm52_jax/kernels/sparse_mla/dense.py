@@ -73,7 +73,10 @@ class Plan:
         pages: of a block.
         blocks: that the longest sequence may have.
         product: queries that are multiplied together.
+        chunk: keys that are multiplied together.
+        columns: of a product that are computed at a time.
         dtype: of the queries, and of all operands of products.
+        stored: what the cache's values or codes are.
         cores: that the work is shared by.
         splits: parts of each tile's blocks, that different cores take.
     """
@@ -90,7 +93,15 @@ class Plan:
     cores: int
     splits: int
     product: int
+    chunk: int
+    columns: int
     dtype: Any
+    stored: Any
+
+    @property
+    def plain(self) -> bool:
+        """Whether rows meet the queries as the cache has them."""
+        return self.rows.groups is None and self.stored == self.dtype
 
     @property
     def keys(self) -> int:
@@ -153,7 +164,10 @@ def attend(
         cores=cores,
         splits=cores if items % cores else 1,
         product=max(1, blocks.rows // heads),
+        chunk=min(blocks.chunk, pages * page),
+        columns=target.chip.mxu_width,
         dtype=queries.dtype,
+        stored=parts[0].dtype,
     )
     lengths = jnp.max(positions, axis=1) + 1
     seen, live = _tables(plan, mask, lengths)
@@ -230,7 +244,7 @@ def _call(plan: Plan, target: Target, estimate: pl.CostEstimate, scale: float, c
             pltpu.VMEM((2, plan.mask_rows, plan.keys), jnp.int8),
             [pltpu.VMEM((2, plan.pages, plan.page, part), dtype) for part, dtype in parts],
             pltpu.VMEM((plan.mask_rows, plan.keys), jnp.int32),
-            pltpu.VMEM((plan.keys, width), plan.dtype),
+            pltpu.VMEM((1, 1) if plan.plain else (plan.keys, width), plan.dtype),
             pltpu.VMEM((tall, width), plan.dtype),
             pltpu.VMEM((tall, values), jnp.float32),
             pltpu.VMEM((tall, LANES), jnp.float32),

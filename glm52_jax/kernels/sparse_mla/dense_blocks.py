@@ -17,11 +17,13 @@ class DenseBlocks:
         queries: of a tile, which reads each row of the context once.
         keys: rows of the context that are read together, in whole pages.
         rows: (queries x heads) that are multiplied together.
+        chunk: keys that are multiplied together.
     """
 
     queries: int
     keys: int
     rows: int
+    chunk: int
 
 
 _ROWS = 512  # of a tile
@@ -31,7 +33,7 @@ _KEYS = 512
 def choose(target: Target, tokens: int, heads: int) -> DenseBlocks:
     """The sizes for a chunk of so many tokens."""
     tiles = -(-tokens // max(1, min(tokens, _ROWS // heads)))
-    return DenseBlocks(-(-tokens // tiles), _KEYS, 256)
+    return DenseBlocks(-(-tokens // tiles), _KEYS, 256, 512)
 
 
 def cost(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -92,8 +93,8 @@ def kernel(plan: Plan, scale: float, layer: Any, lengths: Any, table: Any, live:
             blocks.start(jnp.where(more, step, step + 1), jnp.where(more, number + 1, 0), 1 - slot)
 
         blocks.wait(step, number, slot)
-        _load(plan, blocks.left(step, number), slot, scratch)
-        _compute(plan, factor, scratch)
+        rows = _load(plan, blocks.left(step, number), slot, scratch)
+        _compute(plan, factor, rows, scratch)
         state[_SLOT] = 1 - slot
         return carry
 
@@ -187,66 +188,146 @@ def _begin(plan: Plan, queries: Any, scratch: Scratch) -> None:
     scratch.total[...] = jnp.zeros_like(scratch.total)
 
 
-def _load(plan: Plan, left: Any, slot: Any, scratch: Scratch) -> None:
-    """Lays out a block's rows and mask; rows that were never written become zeros."""
+def _load(plan: Plan, left: Any, slot: Any, scratch: Scratch) -> Any:
+    """Lays out a block's mask and rows, zeros for those never written; returns how to take some (start, stop, width)."""
     scratch.mask[...] = scratch.seen[slot].astype(jnp.int32)
-    keys = plan.keys
+    if plan.plain:
+        (held,) = scratch.parts
+
+        @pl.when(left < plan.keys)
+        def _cut() -> None:
+            def cut(number: jax.Array, carry: int) -> int:
+                held[slot, number] = _written(held[slot, number], left - number * plan.page)
+                return carry
+
+            jax.lax.fori_loop(jnp.maximum(left, 0) // plan.page, plan.pages, cut, 0)
+
+        def take(start: int, stop: int, low: int, high: int) -> jax.Array:
+            first, last = start // plan.page, -(-stop // plan.page)
+            pages = held[slot, first:last, :, low:high].reshape((last - first) * plan.page, high - low)
+            return pages[start - first * plan.page : stop - first * plan.page]
+
+        return take
+    keys, rows = plan.keys, scratch.rows
     parts = [buffer[slot].reshape(keys, buffer.shape[-1]) for buffer in scratch.parts]
     if plan.rows.groups is None:
-        scratch.rows[...] = _cast(parts[0], plan.dtype)
+        rows[...] = _cast(parts[0], plan.dtype)
     else:
         group, first = plan.rows.groups
         codes, scales = parts[0], parts[1].astype(jnp.float32)
         for start in range(0, codes.shape[-1], group):
             piece = codes[:, start : start + group].astype(jnp.float32)
             number = min(first + start // group, scales.shape[-1] - 1)
-            scratch.rows[:, start : start + group] = (piece * scales[:, number : number + 1]).astype(plan.dtype)
-        scratch.rows[:, codes.shape[-1] :] = _cast(parts[-1], plan.dtype)
+            rows[:, start : start + group] = (piece * scales[:, number : number + 1]).astype(plan.dtype)
+        rows[:, codes.shape[-1] :] = _cast(parts[-1], plan.dtype)
 
     @pl.when(left < keys)
     def _cut() -> None:
-        rows = scratch.rows[...].astype(jnp.float32)
-        written = jax.lax.broadcasted_iota(jnp.int32, rows.shape, 0) < left
-        scratch.rows[...] = jnp.where(written, rows, 0.0).astype(plan.dtype)
+        rows[...] = _written(rows[...], left)
+
+    return lambda start, stop, low, high: rows[start:stop, low:high]
+
+
+def _written(rows: jax.Array, left: Any) -> jax.Array:
+    """Zeros from row `left` on."""
+    written = jax.lax.broadcasted_iota(jnp.int32, rows.shape, 0) < left
+    return jnp.where(written, rows.astype(jnp.float32), 0.0).astype(rows.dtype)
 
 
 def _cast(values: jax.Array, dtype: Any) -> jax.Array:
     return values if values.dtype == dtype else values.astype(jnp.float32).astype(dtype)
 
 
-def _compute(plan: Plan, factor: Any, scratch: Scratch) -> None:
-    """Adds a block to the online softmax of a tile, in powers of two."""
-    precision = jax.lax.Precision.HIGHEST if plan.dtype == jnp.float32 else None
-    heads = plan.heads
-    for first in range(0, plan.tile, plan.product):
-        count = min(plan.product, plan.tile - first)
-        tall = pl.ds(first * heads, count * heads)
-        scores = jax.lax.dot_general(
-            scratch.queries[tall],
-            scratch.rows[...],
-            (((1,), (1,)), ((), ())),
-            precision=precision,
-            preferred_element_type=jnp.float32,
+def _compute(plan: Plan, factor: Any, rows: Any, scratch: Scratch) -> None:
+    """Adds a block to the online softmax of a tile, in powers of two.
+
+    The work is cut into parts, of some queries and some keys. While the vector units compute the weights of one part,
+    the matrix units compute the scores of the next and the averages of the one before; the compiler overlaps what
+    stands close together, so each product is cut into columns, between which the weights of single queries are put.
+    """
+    parts = [
+        _Part(plan, factor, rows, scratch, (first, min(plan.product, plan.tile - first)), slice(start, stop))
+        for start, stop in _cuts(plan.keys, plan.chunk)
+        for first in range(0, plan.tile, plan.product)
+    ]
+    _mix(parts[0].score_steps())
+    for before, part, after in zip([None, *parts], parts, [*parts[1:], None], strict=False):
+        products = [*(after.score_steps() if after else []), *(before.average_steps() if before else [])]
+        _mix(products, part.weight_steps())
+    _mix(parts[-1].average_steps())
+
+
+def _cuts(size: int, width: int) -> list[tuple[int, int]]:
+    return [(start, min(start + width, size)) for start in range(0, size, width)]
+
+
+def _mix(*lists: list[Any]) -> None:
+    """Runs the steps of several lists, spread evenly over each other."""
+    places = [((number + 1) / len(steps), step) for steps in lists for number, step in enumerate(steps)]
+    for _, step in sorted(places, key=lambda place: place[0]):
+        step()
+
+
+class _Part:
+    """Some queries of a tile, on their way through a block."""
+
+    def __init__(
+        self, plan: Plan, factor: Any, rows: Any, scratch: Scratch, queries: tuple[int, int], keys: slice
+    ) -> None:
+        self.plan, self.factor, self.rows, self.scratch, self.keys = plan, factor, rows, scratch, keys
+        first, count = self.first, self.count = queries
+        self.precision = jax.lax.Precision.HIGHEST if plan.dtype == jnp.float32 else None
+        self.tall = pl.ds(first * plan.heads, count * plan.heads)
+        self.scores: list[jax.Array] = []
+        self.weights: list[jax.Array] = []
+        self.shrink: list[jax.Array] = []
+
+    def score_steps(self) -> list[Any]:
+        cuts = _cuts(self.keys.stop - self.keys.start, self.plan.columns)
+        return [functools.partial(self._score, self.keys.start + start, self.keys.start + stop) for start, stop in cuts]
+
+    def weight_steps(self) -> list[Any]:
+        return [functools.partial(self._weigh, query) for query in range(self.count)]
+
+    def average_steps(self) -> list[Any]:
+        return [functools.partial(self._average, *cut) for cut in _cuts(self.plan.rows.values, self.plan.columns)]
+
+    def _score(self, start: int, stop: int) -> None:
+        self.scores.append(
+            jax.lax.dot_general(
+                self.scratch.queries[self.tall],
+                self.rows(start, stop, 0, self.plan.rows.width),
+                (((1,), (1,)), ((), ())),
+                precision=self.precision,
+                preferred_element_type=jnp.float32,
+            )
         )
-        weights, scaled = [], []
-        for query in range(count):
-            own = slice(query * heads, (query + 1) * heads)
-            at = pl.ds((first + query) * heads, heads)
-            seen = jnp.broadcast_to(scratch.mask[first + query : first + query + 1], (heads, plan.keys)) != 0
-            masked = jnp.where(seen, scores[own] * factor, -jnp.inf)
-            old = scratch.top[at]
-            top = jnp.maximum(old, jnp.max(masked, axis=1, keepdims=True))
-            weight = jnp.exp2(masked - top[:, :1])
-            shrink = jnp.exp2(old - top)
-            scratch.top[at] = top
-            scratch.total[at] = scratch.total[at] * shrink + jnp.sum(weight, axis=1, keepdims=True)
-            weights.append(weight.astype(plan.dtype))
-            scaled.append(scratch.out[at] * shrink[:, :1])
+
+    def _weigh(self, query: int) -> None:
+        heads, scratch, number = self.plan.heads, self.scratch, self.first + query
+        own = slice(query * heads, (query + 1) * heads)
+        at = pl.ds(number * heads, heads)
+        seen = scratch.mask[number : number + 1, self.keys]
+        seen = jnp.broadcast_to(seen, (heads, seen.shape[1])) != 0
+        scores = jnp.concatenate([piece[own] for piece in self.scores], axis=1)
+        masked = jnp.where(seen, scores * self.factor, -jnp.inf)
+        old = scratch.top[at]
+        top = jnp.maximum(old, jnp.max(masked, axis=1, keepdims=True))
+        weight = jnp.exp2(masked - top[:, :1])
+        shrink = jnp.exp2(old - top)
+        scratch.top[at] = top
+        scratch.total[at] = scratch.total[at] * shrink + jnp.sum(weight, axis=1, keepdims=True)
+        self.weights.append(weight.astype(self.plan.dtype))
+        self.shrink.append(shrink)
+
+    def _average(self, start: int, stop: int) -> None:
         product = jax.lax.dot_general(
-            jnp.concatenate(weights),
-            scratch.rows[:, : plan.rows.values],
+            jnp.concatenate(self.weights),
+            self.rows(self.keys.start, self.keys.stop, start, stop),
             (((1,), (0,)), ((), ())),
-            precision=precision,
+            precision=self.precision,
             preferred_element_type=jnp.float32,
         )
-        scratch.out[tall] = jnp.concatenate(scaled) + product
+        shrink = jnp.concatenate(self.shrink)[:, :1]
+        out = self.scratch.out
+        out[self.tall, start:stop] = out[self.tall, start:stop] * shrink + product
