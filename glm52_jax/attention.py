@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from glm52_jax.cache import Cache, Places, context_rows
 from glm52_jax.config import ModelConfig
+from glm52_jax.kernels.cache_write.new_rows import LatentMaking
 from glm52_jax.kernels.masked_attention.api import masked_attention
 from glm52_jax.kernels.sparse_mla.api import sparse_mla
 from glm52_jax.primitives import Rotary, einsum, linear, rms_norm
@@ -30,30 +31,32 @@ class Projected(NamedTuple):
     Attributes:
         q_nope: `[batch, tokens, heads, qk_nope_head_dim]`.
         q_rope: `[batch, tokens, heads, qk_rope_head_dim]`, rotated.
-        row: `[batch, tokens, latent_width]`, what the cache keeps: normalised latent, rotated rope key.
+        kv: `[batch, tokens, latent_width]`, of which `latent_making` makes the row that the cache keeps.
         q_latent: `[batch, tokens, q_lora_rank]`, normalised; input of the index queries.
     """
 
     q_nope: jax.Array
     q_rope: jax.Array
-    row: jax.Array
+    kv: jax.Array
     q_latent: jax.Array
 
 
 def project(weights: dict[str, Any], config: ModelConfig, x: jax.Array, rotary: Rotary) -> Projected:
-    """Queries and latent row of normalised hidden states `x` `[batch, tokens, embed]`."""
+    """Queries, and what latent rows are made of, of normalised hidden states `x` `[batch, tokens, embed]`."""
     q_latent = _biased(linear(x, weights["q_a"]), weights.get("q_a_bias"))
     q_latent = rms_norm(q_latent, weights["q_a_norm"], config.latent_norm_eps)
     q = linear(q_latent, weights["q_b"])
-    kv = _biased(linear(x, weights["kv_a"]), weights.get("kv_a_bias"))
-    latent = rms_norm(kv[..., : config.kv_lora_rank], weights["kv_a_norm"], config.latent_norm_eps)
-    k_rope = rotary.rotate(kv[..., config.kv_lora_rank :], interleave=config.rope_interleave)
     return Projected(
         q_nope=q[..., : config.qk_nope_head_dim],
         q_rope=rotary.rotate(q[..., config.qk_nope_head_dim :], interleave=config.rope_interleave),
-        row=jnp.concatenate([latent, k_rope], axis=-1),
+        kv=_biased(linear(x, weights["kv_a"]), weights.get("kv_a_bias")),
         q_latent=q_latent,
     )
+
+
+def latent_making(weights: dict[str, Any], config: ModelConfig, rotary: Rotary) -> LatentMaking:
+    """How the row of a token is made: its latent is normalised, its rope key rotated."""
+    return LatentMaking(weights["kv_a_norm"], rotary, config.latent_norm_eps, config.rope_interleave)
 
 
 def attend(
@@ -136,7 +139,7 @@ def _expanded(
     rows = context_rows(cache.latent, layer, cache.page_table, jnp.max(places.seen, axis=1) + 1)
     # Keys and values of a device's own heads need the rows of all devices; in which order does not matter.
     pages = layout.axes_of("kv_pages")
-    rows = all_gather(layout, rows.astype(projected.row.dtype), pages, 1)
+    rows = all_gather(layout, rows.astype(projected.kv.dtype), pages, 1)
     mask = own_part(layout, all_gather(layout, selection.mask, pages, 2), layout.axes_of("tokens"), 1)
     positions = jnp.where(places.positions >= 0, mask.shape[2] - 1, -1) if pages else places.positions
     latent, k_rope = rows[..., : config.kv_lora_rank], rows[..., config.kv_lora_rank :]

@@ -15,16 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from glm52_jax import indexer
-from glm52_jax.attention import attend, project
+from glm52_jax.attention import attend, latent_making, project
 from glm52_jax.cache import Cache, Places
 from glm52_jax.config import DENSE, FULL, ModelConfig
 from glm52_jax.errors import InputError
 from glm52_jax.kernels import resolve_backend
 from glm52_jax.kernels.cache_write.api import write_rows
+from glm52_jax.kernels.cache_write.new_rows import Making
 from glm52_jax.moe import moe, sharded_mlp
 from glm52_jax.moe_form import DispatchForm, choose_form
 from glm52_jax.primitives import Rotary, rms_norm, take
-from glm52_jax.row_formats import RowStack
+from glm52_jax.row_formats import RowStack, is_rotated
 from glm52_jax.selection import Selection
 from glm52_jax.spec import Stack, stack_layers
 from sharding.collectives import all_gather
@@ -208,26 +209,23 @@ def _attention(
 ) -> tuple[jax.Array, Cache, Selection]:
     """What attention adds to the stream, the cache with this layer's rows, and the selection that was used."""
     layout = forms.layout
-    chunk = layout.axes_of("tokens")
     normed = rms_norm(x, weights["input_norm"], config.rms_norm_eps)
     projected = project(weights, config, normed, rotary)
-    cache = dataclasses.replace(
-        cache,
-        latent=write_rows(
-            cache.latent,
-            place.layer,
-            all_gather(layout, projected.row, chunk, 1),
-            cache.page_table,
-            places.kept,
-            backend=forms.backend,
-        ),
-    )
+
+    def written(stack: RowStack, layer: Ordinal, values: jax.Array, making: Making) -> RowStack:
+        """The stack with the rows of the whole chunk."""
+        chunk, rest = layout.axes_of("tokens"), making
+        if chunk:  # angles are those of this device's tokens
+            values, rest = all_gather(layout, making(values), chunk, 1), None
+        return write_rows(stack, layer, values, cache.page_table, places.kept, making=rest, backend=forms.backend)
+
+    latent = written(cache.latent, place.layer, projected.kv, latent_making(weights, config, rotary))
+    cache = dataclasses.replace(cache, latent=latent)
 
     def own_selection(index_keys: RowStack, _: Selection) -> tuple[RowStack, Selection]:
         own = take(params["indexer"], place.indexer)
-        keys = indexer.as_stored(indexer.index_keys(own, config, normed, rotary), index_keys)
-        keys = all_gather(layout, keys, chunk, 1)
-        index_keys = write_rows(index_keys, place.indexer, keys, cache.page_table, places.kept, backend=forms.backend)
+        making = indexer.key_making(own, config, rotary, turned=is_rotated(index_keys))
+        index_keys = written(index_keys, place.indexer, indexer.key_values(own, normed), making)
         chosen = indexer.select(
             own,
             config,

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 
 from glm52_jax.cache import Cache, Deal, Places
 from glm52_jax.config import ModelConfig
+from glm52_jax.kernels.cache_write.new_rows import KeyMaking
 from glm52_jax.kernels.index_scores.api import index_scores
 from glm52_jax.kernels.index_scores.reference import map_tokens
 from glm52_jax.kernels.topk.api import topk_indices, topk_mask
-from glm52_jax.primitives import Rotary, hadamard, layer_norm, linear
+from glm52_jax.primitives import Rotary, hadamard, linear
 from glm52_jax.row_formats import RowStack, is_rotated
 from glm52_jax.selection import Selection
 from sharding.collectives import all_gather, all_to_all
@@ -28,18 +29,27 @@ K_NORM_EPS = 1e-6  # a LayerNorm with its own epsilon, in every implementation; 
 
 def index_keys(weights: dict[str, Any], config: ModelConfig, x: jax.Array, rotary: Rotary) -> jax.Array:
     """Index keys `[batch, tokens, index_head_dim]`, float32, of normalised hidden states `x`."""
-    keys = linear(x, weights["k"], dtype=jnp.float32)
-    keys = layer_norm(keys, weights["k_norm"], weights["k_norm_bias"], K_NORM_EPS)
-    return _rotate_first(config, keys, rotary)
+    return key_making(weights, config, rotary)(key_values(weights, x))
 
 
-def as_stored(values: jax.Array, index_keys: RowStack) -> jax.Array:
-    """Index keys or queries, turned by the Hadamard rotation where a cache's format has it.
+def key_values(weights: dict[str, Any], x: jax.Array) -> jax.Array:
+    """What index keys are made of, float32 `[batch, tokens, index_head_dim]`."""
+    return linear(x, weights["k"], dtype=jnp.float32)
+
+
+def key_making(weights: dict[str, Any], config: ModelConfig, rotary: Rotary, *, turned: bool = False) -> KeyMaking:
+    """How an index key is made: normalised, rotated, and where a cache wants it `turned` by the Hadamard rotation."""
+    interleave = config.indexer_rope_interleave
+    return KeyMaking(weights["k_norm"], weights["k_norm_bias"], rotary, K_NORM_EPS, interleave, turned)
+
+
+def as_stored(queries: jax.Array, index_keys: RowStack) -> jax.Array:
+    """Index queries, turned by the Hadamard rotation where a cache's format has it.
 
     The rotation is orthogonal, so scores stay what they are as long as keys and queries are both turned, which the
     format of the cache decides for both. It spreads a large value over the whole key, before that is rounded.
     """
-    return hadamard(values) if is_rotated(index_keys) else values
+    return hadamard(queries) if is_rotated(index_keys) else queries
 
 
 def index_queries(weights: dict[str, Any], config: ModelConfig, q_latent: jax.Array, rotary: Rotary) -> jax.Array:

@@ -42,6 +42,10 @@ def rotary(positions: np.ndarray) -> Rotary:
     return Rotary.at(jnp.asarray(positions, jnp.int32), ROPE, TINY.rope_theta)
 
 
+def latent_row(projected: attention.Projected, angles: Rotary) -> jax.Array:
+    return attention.latent_making(layer("attention"), TINY, angles)(projected.kv)
+
+
 # --- rotary embedding
 
 
@@ -54,7 +58,7 @@ def test_position_zero_leaves_queries_and_keys_as_they_are() -> None:
     np.testing.assert_allclose(a.q_nope[0], plain[..., :NOPE], atol=1e-5)
     np.testing.assert_allclose(a.q_rope[0], plain[..., NOPE:], atol=1e-5)
     np.testing.assert_array_equal(a.q_nope, b.q_nope)
-    np.testing.assert_array_equal(a.row[..., : TINY.kv_lora_rank], b.row[..., : TINY.kv_lora_rank])
+    np.testing.assert_array_equal(*(latent_row(p, r)[..., : TINY.kv_lora_rank] for p, r in ((a, still), (b, moved))))
     assert np.abs(a.q_rope - b.q_rope).min(axis=(0, 2)).max() > 1e-3
     for make, source in ((indexer.index_keys, x), (indexer.index_queries, latent)):
         a, b = (make(layer("indexer"), TINY, source, r) for r in (still, moved))
@@ -69,7 +73,7 @@ def test_a_common_shift_changes_no_score() -> None:
     def scores(shift: int) -> tuple[np.ndarray, np.ndarray]:
         turned = rotary(np.arange(9)[None] + shift)
         made = attention.project(layer("attention"), TINY, x, turned)
-        main = np.einsum("shr,tr->hst", made.q_rope[0], made.row[0, :, TINY.kv_lora_rank :])
+        main = np.einsum("shr,tr->hst", made.q_rope[0], latent_row(made, turned)[0, :, TINY.kv_lora_rank :])
         queries = indexer.index_queries(layer("indexer"), TINY, latent, turned)
         keys = indexer.index_keys(layer("indexer"), TINY, x, turned)
         return main, np.einsum("shd,td->hst", queries[0], keys[0])
@@ -319,8 +323,9 @@ def test_absorbed_and_expanded_attention(dtype: str) -> None:
     weights = take(random_params(config, dtype=dtype)["attention"], 1)
     places = jnp.arange(length, dtype=jnp.int32)[None]
     made = attention.project(weights, config, normal(1, length, config.hidden_size).astype(dtype), rotary(places))
-    cache = Cache.create(config, 1, length, dtype=made.row.dtype, page_size=length)
-    cache = dataclasses.replace(cache, latent=cache.latent.at[1, 0].set(made.row[0]))
+    row = attention.latent_making(weights, config, rotary(places))(made.kv)
+    cache = Cache.create(config, 1, length, dtype=row.dtype, page_size=length)
+    cache = dataclasses.replace(cache, latent=cache.latent.at[1, 0].set(row[0]))
     ranks = GENERATOR.random((1, length, length)) + 2.0 * (np.arange(length) > np.arange(length)[:, None])
     mask = jnp.asarray((np.argsort(np.argsort(ranks)) < 8) & (ranks < 1))
 
