@@ -1,0 +1,166 @@
+"""The inner product of the kernels that multiply rows by weights `[out, in]`, plain or in codes with block scales.
+
+Codes are widened to bfloat16, exactly, in vector memory; the float32 product of every block of columns is multiplied by
+that block's scale and summed. So the weights themselves are never rounded, unlike in the plain form, which rounds
+`codes * scale` to bfloat16, and no wide copy of them is written anywhere.
+
+Chips whose vector units do not know FP8 convert it slowly, through float32. There, four codes of a word are spread into
+two words of two bfloat16 each by masks and shifts: sign, exponent and mantissa keep their order, so that what comes out
+is `2 ** -120` times the code, which rows multiplied by `2 ** 64` (exact) bring back into float32's range. Two things
+follow. A code below the least normal one, at most 1/64 of the rounding error that the plain form allows the largest
+weight of its block, may count as zero, where the chip takes subnormal bfloat16 for zero. And the even rows of a block
+come before its odd ones, which a product with a permutation puts back in order, exactly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from glm52_jax.kernels import Target
+from glm52_jax.quant import FLOAT8, BlockQuantized, Weight
+
+_UP, _BACK = 2.0**64, 2.0**56  # rows by the first, sums by the second: together the 2 ** 120 that widening took away
+_PLAIN_COLUMNS = 512  # of one product of plain weights; the compiler cuts it to what the units take
+_WORD_ROWS = 32  # rows of bytes in a tile, what `pltpu.bitcast` to words wants whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How the weights of one stack are multiplied.
+
+    Attributes:
+        block: (rows, columns) of a scale block; None for plain weights.
+        group: rows of the weight in one product.
+        spread: whether FP8 codes are widened by masks and shifts, rows of even number first.
+        dtype: of the operands of the products.
+    """
+
+    block: tuple[int, int] | None
+    group: int
+    spread: bool
+    dtype: Any
+
+    @classmethod
+    def of(cls, weight: Weight, x: jax.Array, rows: int, target: Target) -> Form:
+        """For a tile of that many rows of the weight."""
+        group = target.chip.mxu_width
+        group = group if rows % group == 0 else 128 if rows % 128 == 0 else rows
+        if not isinstance(weight, BlockQuantized):
+            exact = jnp.float32 in (x.dtype, weight.dtype)
+            return cls(None, group, False, jnp.float32 if exact else x.dtype)
+        spread = (
+            weight.codes.dtype == FLOAT8
+            and x.dtype == jnp.bfloat16
+            and "fp8" not in target.chip.peak_flops
+            and group % _WORD_ROWS == 0
+        )
+        return cls(weight.block, group, spread, x.dtype)
+
+    @property
+    def precision(self) -> jax.lax.Precision | None:
+        return jax.lax.Precision.HIGHEST if self.dtype == jnp.float32 else None
+
+    def prepare(self, x: jax.Array) -> jax.Array:
+        """Rows as `sums` takes them."""
+        return (x * jnp.asarray(_UP, x.dtype) if self.spread else x).astype(self.dtype)
+
+    def groups(self, rows: int) -> list[tuple[int, int]]:
+        """First row and number of rows of each product with a tile of the weight."""
+        return [(first, min(self.group, rows - first)) for first in range(0, rows, self.group)]
+
+    def each_group(self, rows: int, run: Callable[[Any, int], None]) -> None:
+        """Calls `run` with each of `groups`, in a loop where there are more than two of one size."""
+        if rows % self.group or rows <= 2 * self.group:
+            for first, size in self.groups(rows):
+                run(first, size)
+            return
+
+        def one(number: Any, carry: Any) -> Any:
+            run(pl.multiple_of(number * self.group, self.group), self.group)
+            return carry
+
+        jax.lax.fori_loop(0, rows // self.group, one, 0)
+
+    def sums(self, x: Any, weight: Any, scale: Callable[[int, int], Any]) -> jax.Array:
+        """Float32 `x @ weight.T`, with the even columns first where `spread` says so.
+
+        Args:
+            x: `[rows, in]`, an array or a reference, from `prepare`.
+            weight: `[out, in]`, one group, an array or a reference.
+            scale: the scale of a block by its number within the group, and its number along the columns.
+        """
+        out, inner = weight.shape
+        step = self.block[1] if self.block else _PLAIN_COLUMNS
+        total = jnp.zeros((x.shape[0], out), jnp.float32)
+        for number, first in enumerate(range(0, inner, step)):
+            columns = slice(first, min(first + step, inner))
+            part = jax.lax.dot_general(
+                x[:, columns],
+                self._widen(weight[:, columns]),
+                (((1,), (1,)), ((), ())),
+                precision=self.precision,
+                preferred_element_type=jnp.float32,
+            )
+            total += part * self._scales(scale, number, part.shape) if self.block else part
+        return total * _BACK if self.spread else total
+
+    def in_order(self, values: jax.Array) -> jax.Array:
+        """Columns of `sums`, or what was made of them value by value, in the order of the weight's rows.
+
+        A product with a permutation of bfloat16 is exact; float32 goes in the three parts that it is the sum of.
+        """
+        if not self.spread:
+            return values
+        width = values.shape[-1]
+        source = jax.lax.broadcasted_iota(jnp.int32, (width, width), 0)
+        place = jax.lax.broadcasted_iota(jnp.int32, (width, width), 1)
+        move = (source == place // 2 + place % 2 * (width // 2)).astype(jnp.bfloat16)
+        product = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
+        if values.dtype == jnp.bfloat16:
+            return product(values, move).astype(values.dtype)
+        total = jnp.zeros(values.shape, jnp.float32)
+        for _ in range(3):
+            part = values.astype(jnp.bfloat16)
+            values -= part.astype(jnp.float32)
+            total += product(part, move)
+        return total
+
+    def _widen(self, codes: jax.Array) -> jax.Array:
+        if not self.spread:
+            return codes.astype(self.dtype)
+        words = pltpu.bitcast(codes, jnp.uint32)
+        sign, rest = jnp.uint32(0x80008000), jnp.uint32(0x7F007F00)
+        even = ((words << 8) & sign) | ((words << 4) & (rest >> 4))
+        odd = (words & sign) | ((words & rest) >> 4)
+        return jnp.concatenate([pltpu.bitcast(half, jnp.bfloat16) for half in (even, odd)])
+
+    def _scales(self, scale: Callable[[int, int], Any], number: int, shape: Sequence[int]) -> Any:
+        """The scales of a product's columns: one number, or several side by side."""
+        assert self.block is not None
+        held, width = -(-shape[1] // self.block[0]), shape[1]
+        values = scale(0, number)
+        if held == 1:
+            return values
+        lane = jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
+        row = lane % (width // 2) * 2 + lane // (width // 2) if self.spread else lane
+        for block in range(1, held):
+            values = jnp.where(row >= block * self.block[0], scale(block, number), values)
+        return jnp.broadcast_to(values, shape)
+
+
+def values_of(weight: Weight) -> jax.Array:
+    """The weights, or their codes."""
+    return weight.codes if isinstance(weight, BlockQuantized) else weight
+
+
+def scales_of(weight: Weight) -> jax.Array | None:
+    """The scales of the codes; None for plain weights."""
+    return weight.scales if isinstance(weight, BlockQuantized) else None

@@ -1,0 +1,145 @@
+"""Experts for few rows: every row through every expert that any of them chose, in one kernel.
+
+With up to as many rows as the units multiply while a weight arrives, rows that did not choose an expert cost nothing,
+and neither gather nor scatter is needed: a gate of none weighs the hidden values of such a row to zero. What is read
+are the weights of the experts in use, once, and nothing else of note.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from glm52_jax.kernels import Target
+from glm52_jax.kernels.block_matmul.product import Form, scales_of, values_of
+from glm52_jax.kernels.experts import blocks
+from glm52_jax.kernels.pallas import call
+from glm52_jax.quant import Weight
+
+
+def routed_experts_few(
+    x: jax.Array,
+    experts: jax.Array,
+    gates: jax.Array,
+    gate_up: Weight,
+    down: Weight,
+    layer: jax.Array | int,
+    *,
+    target: Target,
+) -> jax.Array:
+    """See `api.routed_experts`; rows and their number as the units take them."""
+    tokens, embed = x.shape
+    _, count, _, width, _ = values_of(gate_up).shape
+    tile = blocks.few(target, tokens, gate_up, down)
+    cores = target.chip.cores_per_device if width // tile % target.chip.cores_per_device == 0 else 1
+    steps = width // tile // cores
+    up_form, down_form = Form.of(gate_up, x, tile, target), Form.of(down, x, embed, target)
+    active, used = experts_in_use(experts, count)
+
+    def weight_block(core: Any, slot: Any, step: Any, layer: Any, active: Any, used: Any) -> tuple[Any, ...]:
+        return layer[0], active[slot], 0, core * steps + step, 0
+
+    def down_block(core: Any, slot: Any, step: Any, layer: Any, active: Any, used: Any) -> tuple[Any, ...]:
+        return layer[0], active[slot], 0, core * steps + step
+
+    def of_expert(core: Any, slot: Any, step: Any, layer: Any, active: Any, used: Any) -> tuple[Any, ...]:
+        return layer[0], active[slot], 0, 0, 0
+
+    operands = [up_form.prepare(x), experts, gates, values_of(gate_up), values_of(down)]
+    specs = [
+        *(pl.BlockSpec(array.shape, lambda *_: (0, 0)) for array in operands[:3]),
+        pl.BlockSpec((None, None, 2, tile, embed), weight_block),
+        pl.BlockSpec((None, None, embed, tile), down_block),
+    ]
+    for weight in (gate_up, down):
+        scales = scales_of(weight)
+        if scales is not None:
+            scales = scales.reshape(*scales.shape[:2], -1, *scales.shape[-2:])
+            operands.append(scales)
+            specs.append(pl.BlockSpec((None, None, *scales.shape[2:]), of_expert, memory_space=pltpu.SMEM))
+    out = call(
+        functools.partial(_kernel, up_form, down_form, steps),
+        name="experts_few",
+        target=target,
+        cost=blocks.cost(tokens, used_experts(tokens, experts.shape[1], count), gate_up, down),
+        out_shape=jax.ShapeDtypeStruct((cores, tokens, embed), jnp.float32),
+        semantics=("parallel", "arbitrary", "arbitrary"),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(cores, jnp.maximum(used[0], 1), steps),
+            in_specs=specs,
+            out_specs=pl.BlockSpec((None, tokens, embed), lambda core, *_: (core, 0, 0)),
+            scratch_shapes=[pltpu.VMEM((tokens, tile), down_form.dtype)],
+        ),
+    )(jnp.asarray(layer, jnp.int32).reshape(1), active, used, *operands)
+    return jnp.sum(out, axis=0)
+
+
+def used_experts(tokens: int, k: int, count: int) -> int:
+    """At most so many experts are chosen."""
+    return min(count, tokens * k)
+
+
+def experts_in_use(experts: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Numbers of the experts that have rows, ascending, the last one repeated to `[count]`; how many, `[1]`."""
+    chosen = jnp.any(experts.reshape(-1, 1) == jnp.arange(count), axis=0)
+    place = jnp.cumsum(chosen, dtype=jnp.int32)
+    used = place[-1:]
+    # The expert at a place is the number of those before it.
+    wanted = jnp.minimum(jnp.arange(count, dtype=jnp.int32), jnp.maximum(used - 1, 0))
+    active = jnp.sum(place <= wanted[:, None], axis=1, dtype=jnp.int32)
+    return jnp.minimum(active, count - 1), used
+
+
+def _kernel(up: Form, down: Form, steps: int, layer: Any, active: Any, used: Any, *refs: Any) -> None:
+    del layer
+    x, experts, gates, gate_up, down_values, *scales, out, hidden = refs
+    up_scales, down_scales = scales or (None, None)
+    core, slot, step = (pl.program_id(axis) for axis in range(3))
+    tile = gate_up.shape[1]
+
+    @pl.when((slot == 0) & (step == 0))
+    def _start() -> None:
+        out[...] = jnp.zeros(out.shape, out.dtype)
+
+    @pl.when(slot < used[0])
+    def _expert() -> None:
+        # Everything that depends on a row alone first: whether it chose this expert, and with what gate.
+        here = experts[...] == active[slot]
+        chosen = jnp.max(here.astype(jnp.int32), axis=1, keepdims=True) > 0
+        gate_of = jnp.sum(jnp.where(here, gates[...], 0.0), axis=1, keepdims=True)
+        block = (core * steps + step) * tile
+        for first, size in up.groups(tile):
+            row = block + first
+            halves = []
+            for half in range(2):
+
+                def scale(number: int, column: int, half: int = half, row: Any = row) -> Any:
+                    assert up.block is not None
+                    return up_scales[half, row // up.block[0] + number, column]
+
+                halves.append(up.sums(x, gate_up.at[half, pl.ds(first, size)], scale))
+            values = jax.nn.silu(halves[0]) * halves[1] * gate_of
+            # `where`, not the product alone: a row that is padding may hold NaN.
+            values = jnp.where(chosen, values, 0.0).astype(x.dtype)
+            hidden[:, pl.ds(first, size)] = down.prepare(up.in_order(values))
+
+        for first, size in down.groups(out.shape[1]):
+
+            def scale_down(number: int, column: int, first: int = first) -> Any:
+                assert down.block is not None
+                return down_scales[0, first // down.block[0] + number, block // down.block[1] + column]
+
+            rows = pl.ds(first, size)
+            out[:, rows] += down.sums(hidden, down_values.at[rows], scale_down)
+
+    @pl.when((slot == pl.num_programs(1) - 1) & (step == steps - 1))
+    def _finish() -> None:
+        for first, size in down.groups(out.shape[1]) if down.spread else []:
+            columns = pl.ds(first, size)
+            out[:, columns] = down.in_order(out[:, columns])
