@@ -1,4 +1,8 @@
-"""Signature of the selection."""
+"""Signatures of the selection.
+
+Higher score first, then lower position: one rule for ties in every form. -0.0 is 0.0, and neither NaN nor minus
+infinity is ever chosen.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +10,56 @@ import jax
 
 from glm52_jax.kernels import form
 from glm52_jax.kernels.topk.cpu import topk_mask_bisect
-from glm52_jax.kernels.topk.reference import topk_indices_reference, topk_mask_reference
+from glm52_jax.kernels.topk.reference import (
+    last_of_best_reference,
+    topk_indices_reference,
+    topk_mask_reference,
+    topk_reference,
+)
 
-_INDICES = {"reference": topk_indices_reference}
-_MASK = {"reference": topk_mask_reference, "cpu": topk_mask_bisect}
+_PALLAS = "glm52_jax.kernels.topk.tpu"
+_TOPK = {"reference": topk_reference, "tpu": f"{_PALLAS}:topk"}
+_INDICES = {"reference": topk_indices_reference, "tpu": f"{_PALLAS}:topk_indices"}
+_MASK = {"reference": topk_mask_reference, "cpu": topk_mask_bisect, "tpu": f"{_PALLAS}:topk_mask"}
+_LAST = {"reference": last_of_best_reference, "tpu": f"{_PALLAS}:last_of_best"}
 
 
-def topk_indices(scores: jax.Array, k: int, *, backend: str) -> jax.Array:
-    """Positions of the `k` best scores of each row.
+def topk(scores: jax.Array, k: int, *, backend: str) -> tuple[jax.Array, jax.Array]:
+    """Positions and scores of the `k` best scores of each row, in any order.
 
-    Higher score first, then lower position: one rule for ties in every form. Minus infinity is never chosen.
+    The order is the form's own: only that positions ascend, with -1 at the end, where the backend is one for TPUs.
 
     Args:
-        scores: float32 `[..., positions]` without NaN and without -0.0 (as `index_scores` gives them).
+        scores: float32 `[..., positions]`.
         k: how many to choose, at most `positions`.
         backend: see `kernels.resolve_backend`.
 
     Returns:
-        int32 `[..., k]`, -1 where fewer than `k` scores are finite.
+        int32 `[..., k]`, -1 where fewer than `k` can be chosen; float32 `[..., k]`, minus infinity there.
     """
+    return form(_TOPK, backend)(scores, k)
+
+
+def topk_indices(scores: jax.Array, k: int, *, backend: str) -> jax.Array:
+    """The first part of `topk`."""
     return form(_INDICES, backend)(scores, k)
 
 
 def topk_mask(scores: jax.Array, k: int, *, backend: str) -> jax.Array:
-    """The same choice as `topk_indices` as a mask, bool `[..., positions]`."""
+    """The same choice as `topk` as a mask, bool `[..., positions]`."""
     return form(_MASK, backend)(scores, k)
+
+
+def last_of_best(scores: jax.Array, positions: jax.Array, k: int, *, backend: str) -> tuple[jax.Array, jax.Array]:
+    """Score and position of the k-th of some candidates: what comes no later in the order is chosen too.
+
+    Args:
+        scores: float32 `[..., candidates]` in any order, minus infinity for none.
+        positions: int32 of the same shape, each once among the candidates of a row that there are.
+        k: which one.
+        backend: see `kernels.resolve_backend`.
+
+    Returns:
+        float32 `[...]`, minus infinity where there are fewer than `k`, and int32 `[...]`, any number there.
+    """
+    return form(_LAST, backend)(scores, positions, k)

@@ -9,22 +9,21 @@ import jax
 import jax.numpy as jnp
 
 from glm52_jax.kernels.index_scores.reference import map_tokens
+from glm52_jax.kernels.topk.image import NONE, image_of
 
 _BLOCK_VALUES = 1 << 18
 
 
 def ordered_image(scores: jax.Array) -> jax.Array:
-    """uint32 image of float32 scores with the same order (no NaN); -0.0 and 0.0 keep different images."""
-    bits = jax.lax.bitcast_convert_type(scores, jnp.uint32)
-    sign = bits >> 31
-    return jnp.where(sign == 1, ~bits, bits | jnp.uint32(1 << 31))
+    """uint32 image of float32 scores with the same order; zeros of both signs are one, NaN is minus infinity."""
+    return jax.lax.bitcast_convert_type(image_of(scores), jnp.uint32) ^ jnp.uint32(1 << 31)
 
 
 def topk_mask_bisect(scores: jax.Array, k: int) -> jax.Array:
     """See `api.topk_mask`."""
     positions = scores.shape[-1]
     if k >= positions:
-        return scores > -jnp.inf
+        return image_of(scores) > NONE
     flat = scores.reshape(1, -1, positions)
     # The passes over a block of rows find it in the processor's cache.
     chosen = map_tokens(lambda block: _bisect(block[0], k)[None], flat, max(1, _BLOCK_VALUES // positions))
