@@ -16,14 +16,18 @@ class Blocks:
     """How the work is cut.
 
     Attributes:
-        tokens: of a sequence that are scored together; all of the few of a decode step.
-        keys: of a chunk, which is read, waited for and multiplied at a time.
+        tokens: of a sequence for which a block of context is read once; all of the few of a decode step.
+        together: of them, in one product with a part of a chunk.
+        keys: of a chunk, which is waited for at a time.
+        part: of them, in one product.
         chunks: of a block. While one block is scored, the next one is read, chunk by chunk.
         cores: that share the blocks in turn.
     """
 
     tokens: int
+    together: int
     keys: int
+    part: int
     chunks: int
     cores: int
 
@@ -32,29 +36,43 @@ class Blocks:
         """Keys of a block."""
         return self.keys * self.chunks
 
+    @property
+    def groups(self) -> int:
+        """Products that it takes for all tokens."""
+        return self.tokens // self.together
 
-_TUNED: dict[tuple[str, str], tuple[int, int, int]] = {}
-"""(tokens, keys, chunks) by chip and by "decode" or "prefill"."""
+
+_TUNED: dict[tuple[str, str], tuple[int, int, int, int, int]] = {}
+"""The first five of `Blocks` by chip and by "decode" or "prefill"; "decode" is for up to eight tokens."""
+
+_FEW = (SUBLANES, SUBLANES, 4096, 2048, 2)
+_MANY = (128, 32, 1024, 1024, 1)
+_INTERPRETED = (16, 8, 32, 16, 2)
 
 
-def choose(target: Target, batch: int, tokens: int, capacity: int, page_size: int) -> Blocks:
+def choose(target: Target, tokens: int, capacity: int, page_size: int) -> Blocks:
     """The sizes for a chip and shapes."""
     few = tokens <= SUBLANES
-    at_once, keys, chunks = _TUNED.get((target.chip.name, "decode" if few else "prefill"), (64, 512, 4 if few else 2))
+    sizes = _TUNED.get((target.chip.name, "decode" if few else "prefill"), _FEW if few else _MANY)
+    at_once, together, keys, part, chunks = _INTERPRETED if target.interpret else sizes
     if few:
-        at_once = tokens
-    at_once = min(at_once, -(-tokens // SUBLANES) * SUBLANES)
-    if target.interpret:
-        at_once, keys, chunks = min(at_once, 16), 32, 2
+        at_once = together = tokens
+    else:
+        # Tiles of equal size, of whole groups.
+        tiles = -(-tokens // at_once)
+        together = min(together, -(-tokens // SUBLANES) * SUBLANES)
+        at_once = -(-tokens // (tiles * together)) * together
     unit = page_size if target.interpret else math.lcm(page_size, LANES)
-    keys = max(keys // unit, 1) * unit
+    part = min(max(part // unit, 1), -(-capacity // unit)) * unit
+    keys = max(min(keys, -(-capacity // part) * part) // part, 1) * part
     chunks = min(chunks, -(-capacity // keys))
     cores = target.chip.cores_per_device
+    # Each core writes as many blocks of the scores as the other.
     while chunks > 1 and -(-capacity // (keys * chunks)) % cores:
         chunks -= 1
     if -(-capacity // (keys * chunks)) % cores:
         cores = 1
-    return Blocks(at_once, keys, chunks, cores)
+    return Blocks(at_once, together, keys, part, chunks, cores)
 
 
 def cost(

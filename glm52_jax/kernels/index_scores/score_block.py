@@ -95,20 +95,18 @@ def score_block(
     Returns:
         float32 `[tokens, keys]`.
     """
-    keys = keys.astype(q.dtype)
-    columns = min(LANES, keys.shape[0]) if keys.shape[0] % LANES else LANES
-    found, row = [], 0
+    dots = _dot(q, keys.astype(q.dtype))
+    parts, row = [], 0
     for size in token_groups(tokens):
         rows = padded_heads(heads) * size
-        dots = _dot(q[row : row + rows], keys)
+        group = dots[row : row + rows]
         if padded_heads(heads) != heads:
             # Zero queries would meet infinite keys.
-            real = jax.lax.broadcasted_iota(jnp.int32, dots.shape, 0) < heads * size
-            dots = jnp.where(real, dots, 0.0)
-        weights = w[row : row + rows, :columns]
-        found.append(_sum_heads(dots, weights, size))
+            real = jax.lax.broadcasted_iota(jnp.int32, group.shape, 0) < heads * size
+            group = jnp.where(real, group, 0.0)
+        parts.append(_sum_heads(group, w[row : row + rows], size))
         row += rows
-    scores = found[0] if len(found) == 1 else jnp.concatenate(found, axis=0)
+    scores = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0)
     return scores if scales is None else scores * _first_column(scales)
 
 
