@@ -170,7 +170,7 @@ def block(
         The stream after this layer, the cache with this layer's rows written, the selection that was used, and the
         chosen experts, int32 `[batch * tokens, num_experts_per_tok]` (-1 on a dense layer).
     """
-    positions, weights = places.positions, take(params["attention"], place.layer)
+    positions, weights = places.positions, take(params["attention"], place.layer, backend=forms.backend)
     with jax.named_scope("attention"):
         out, cache, selection = _attention(params, config, place, weights, x, rotary, places, cache, selection, forms)
         x = x + out
@@ -179,7 +179,7 @@ def block(
     with jax.named_scope("mlp"):
         out, experts = _choose(
             place.dense,
-            lambda h: _dense_mlp(params, config, place.mlp, h, forms.layout),
+            lambda h: _dense_mlp(params, config, place.mlp, h, forms),
             lambda h: moe(
                 params["moe"],
                 config,
@@ -223,7 +223,7 @@ def _attention(
     cache = dataclasses.replace(cache, latent=latent)
 
     def own_selection(index_keys: RowStack, _: Selection) -> tuple[RowStack, Selection]:
-        own = take(params["indexer"], place.indexer)
+        own = take(params["indexer"], place.indexer, backend=forms.backend)
         making = indexer.key_making(own, config, rotary, turned=is_rotated(index_keys))
         index_keys = written(index_keys, place.indexer, indexer.key_values(own, normed), making)
         chosen = indexer.select(
@@ -261,10 +261,11 @@ def _attention(
 
 
 def _dense_mlp(
-    params: dict[str, Any], config: ModelConfig, layer: Ordinal, x: jax.Array, layout: Layout
+    params: dict[str, Any], config: ModelConfig, layer: Ordinal, x: jax.Array, forms: Forms
 ) -> tuple[jax.Array, jax.Array]:
     none = jnp.full((x.shape[0] * x.shape[1], config.num_experts_per_tok), -1, jnp.int32)
-    return sharded_mlp(layout, x, params["dense"]["gate_up"], params["dense"]["down"], layer), none
+    stack = params["dense"]
+    return sharded_mlp(forms.layout, x, stack["gate_up"], stack["down"], layer, backend=forms.backend), none
 
 
 def _choose(flag: Flag, if_true: Callable, if_false: Callable, *operands: Any) -> Any:

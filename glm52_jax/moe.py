@@ -87,12 +87,14 @@ def moe(
         routed = routed_experts(flat, experts, gates, *weights, layer, backend=backend)
     else:
         routed = dispatch_experts(layout, flat, experts, gates, *weights, layer, backend=backend, form=dispatch)
-    shared = sharded_mlp(layout, flat, stack["shared_gate_up"], stack["shared_down"], layer)
+    shared = sharded_mlp(layout, flat, stack["shared_gate_up"], stack["shared_down"], layer, backend=backend)
     return (routed + shared.astype(jnp.float32)).astype(x.dtype).reshape(x.shape), experts
 
 
-def sharded_mlp(layout: Layout, x: jax.Array, gate_up: Any, down: Any, layer: jax.Array | int) -> jax.Array:
+def sharded_mlp(
+    layout: Layout, x: jax.Array, gate_up: Any, down: Any, layer: jax.Array | int, *, backend: str
+) -> jax.Array:
     """A dense MLP of which each device has a part of the width; as `swiglu`."""
     axes = layout.axes_of("mlp")
-    out = swiglu(x, gate_up, down, layer, dtype=jnp.float32 if axes else None)
+    out = swiglu(x, gate_up, down, layer, dtype=jnp.float32 if axes else None, backend=backend)
     return psum(layout, out, axes).astype(x.dtype)

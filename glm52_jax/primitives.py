@@ -14,15 +14,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from glm52_jax.quant import Weight, plain
+from glm52_jax.kernels import Target
+from glm52_jax.quant import BlockQuantized, InStack, Weight, plain
 
 Tree = TypeVar("Tree")
 
 
-def take(stack: Tree, *index: Any) -> Tree:
+def take(stack: Tree, *index: Any, backend: str = "reference") -> Tree:
     """One layer (or the gate of one expert of one layer) of every array in `stack`; an index may be traced.
 
     All indices are taken in one slice: XLA does not join a slice of a slice, and would copy the larger one too.
+
+    Args:
+        backend: where it has a kernel for weights in codes, those stay in their stack, see `quant.InStack`.
     """
 
     def one(array: jax.Array) -> jax.Array:
@@ -30,7 +34,12 @@ def take(stack: Tree, *index: Any) -> Tree:
         part = jax.lax.dynamic_slice(array, (*index, *[0] * len(rest)), (*[1] * len(index), *rest))
         return part.reshape(rest)
 
-    return jax.tree.map(one, stack)
+    def matrix(leaf: Any) -> Any:
+        if isinstance(leaf, BlockQuantized) and Target.of(backend) is not None:
+            return InStack.of(leaf, index, backend)
+        return jax.tree.map(one, leaf)
+
+    return jax.tree.map(matrix, stack, is_leaf=lambda leaf: isinstance(leaf, BlockQuantized))
 
 
 def einsum(equation: str, x: jax.Array, weight: Weight, *, dtype: Any = None) -> jax.Array:
@@ -59,9 +68,16 @@ def linear(x: jax.Array, weight: Weight, *, dims: int = 1, dtype: Any = None) ->
     Returns:
         `[..., *out]`. A product over several dimensions at once would have the weight transposed first on the CPU.
     """
+    lead = x.shape[: x.ndim - dims]
+    if isinstance(weight, InStack):
+        from glm52_jax.kernels.block_matmul.api import block_matmul
+
+        out, inner = weight.stack.matrix
+        rows = x.reshape(-1, math.prod(inner))
+        product = block_matmul(rows, weight.stack, weight.index, backend=weight.backend, dtype=dtype or x.dtype)
+        return product.reshape(*lead, *out)
     weight = plain(weight, x.dtype)
     out, inner = weight.shape[: weight.ndim - dims], weight.shape[weight.ndim - dims :]
-    lead = x.shape[: x.ndim - dims]
     width = math.prod(inner)
     product = einsum("nk,mk->nm", x.reshape(-1, width), weight.reshape(-1, width), dtype=dtype)
     return product.reshape(*lead, *out)
@@ -82,7 +98,9 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> j
     return values * scale.astype(jnp.float32) + bias.astype(jnp.float32)
 
 
-def swiglu(x: jax.Array, gate_up: Weight, down: Weight, *index: Any, dtype: Any = None) -> jax.Array:
+def swiglu(
+    x: jax.Array, gate_up: Weight, down: Weight, *index: Any, dtype: Any = None, backend: str = "reference"
+) -> jax.Array:
     """`mlp` with one layer's or one expert's weights out of stacks.
 
     Args:
@@ -91,8 +109,10 @@ def swiglu(x: jax.Array, gate_up: Weight, down: Weight, *index: Any, dtype: Any 
         down: stack `[..., embed, width]`.
         index: which MLP of the stacks, an index for each of their leading dimensions.
         dtype: of the result, by default that of `x`.
+        backend: see `take`.
     """
-    return mlp(x, take(gate_up, *index, 0), take(gate_up, *index, 1), take(down, *index), dtype=dtype)
+    gate, up = (take(gate_up, *index, which, backend=backend) for which in (0, 1))
+    return mlp(x, gate, up, take(down, *index, backend=backend), dtype=dtype)
 
 
 def mlp(x: jax.Array, gate: Weight, up: Weight, down: Weight, *, dtype: Any = None) -> jax.Array:

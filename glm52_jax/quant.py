@@ -6,6 +6,7 @@ what a cache's row is made of that of `row_formats`.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, TypeVar
 
@@ -45,19 +46,55 @@ class BlockQuantized:
     block: tuple[int, int] = flax.struct.field(pytree_node=False, default=(128, 128))
     row_dims: int = flax.struct.field(pytree_node=False, default=1)
 
+    @property
+    def matrix(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Dimensions of the rows and of the columns of one matrix that is held here, as the model computes with it."""
+        rows, columns = self.view[: self.row_dims], self.view[self.row_dims :]
+        held = self.codes.shape[-2] // math.prod(rows[1:]), self.codes.shape[-1] // math.prod(columns[1:])
+        return (held[0], *rows[1:]), (held[1], *columns[1:])
+
     def dequantize(self, dtype: jnp.dtype) -> jax.Array:
         """The plain weights `[..., *view]` in `dtype`, rounded once from the float32 product."""
         weights = dequantize_blocks(self.codes, self.scales, self.block).astype(dtype)
-        rows, columns = self.view[: self.row_dims], self.view[self.row_dims :]
-        held = self.codes.shape[-2] // math.prod(rows[1:]), self.codes.shape[-1] // math.prod(columns[1:])
-        return weights.reshape(*self.codes.shape[:-2], held[0], *rows[1:], held[1], *columns[1:])
+        rows, columns = self.matrix
+        return weights.reshape(*self.codes.shape[:-2], *rows, *columns)
 
 
-Weight = jax.Array | BlockQuantized
+@flax.struct.dataclass
+class InStack:
+    """One matrix of a stack in codes that stays there, for a kernel that reads it where it is.
+
+    Attributes:
+        stack: codes `[matrices, out, in]`.
+        index: int32, which of them.
+        backend: of the kernel, see `kernels.resolve_backend`.
+    """
+
+    stack: BlockQuantized
+    index: jax.Array
+    backend: str = flax.struct.field(pytree_node=False)
+
+    @classmethod
+    def of(cls, stack: BlockQuantized, index: tuple[Any, ...], backend: str) -> InStack:
+        """The matrix at `index` of the leading dimensions `[..., out, in]` of the codes."""
+        lead = stack.codes.shape[:-2]
+        number = jnp.int32(0)
+        for place, size in zip(index, lead, strict=True):
+            number = number * size + place
+
+        def flat(array: jax.Array) -> jax.Array:
+            return array.reshape(-1, *array.shape[-2:])
+
+        return cls(dataclasses.replace(stack, codes=flat(stack.codes), scales=flat(stack.scales)), number, backend)
+
+
+Weight = jax.Array | BlockQuantized | InStack
 
 
 def plain(weight: Weight, dtype: jnp.dtype) -> jax.Array:
     """A weight to multiply with: quantised ones become `dtype`, plain ones stay as they are."""
+    if isinstance(weight, InStack):
+        weight = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, weight.index, keepdims=False), weight.stack)
     return weight.dequantize(dtype) if isinstance(weight, BlockQuantized) else weight
 
 
