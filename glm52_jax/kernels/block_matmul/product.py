@@ -29,6 +29,7 @@ from glm52_jax.quant import FLOAT8, BlockQuantized, Weight
 
 _UP, _BACK = 2.0**64, 2.0**56  # rows by the first, sums by the second: together the 2 ** 120 that widening took away
 _PLAIN_COLUMNS = 512  # of one product of plain weights; the compiler cuts it to what the units take
+_TURN = 4096  # columns in all of one turn of a loop over groups
 _WORD_ROWS = 32  # rows of bytes in a tile, what `pltpu.bitcast` to words wants whole
 
 
@@ -76,18 +77,24 @@ class Form:
         """First row and number of rows of each product with a tile of the weight."""
         return [(first, min(self.group, rows - first)) for first in range(0, rows, self.group)]
 
-    def each_group(self, rows: int, run: Callable[[Any, int], None]) -> None:
-        """Calls `run` with each of `groups`, in a loop where there are more than two of one size."""
-        if rows % self.group or rows <= 2 * self.group:
+    def each_group(self, rows: int, run: Callable[[Any, int], None], inner: int) -> None:
+        """Calls `run` with each of `groups`, of weights that are `inner` wide.
+
+        In a loop where there are many. One turn of it has some thousand columns of weights at least, since the units
+        run dry between turns.
+        """
+        turn = self.group * max(1, _TURN // inner)
+        if rows % turn or rows <= 2 * turn:
             for first, size in self.groups(rows):
                 run(first, size)
             return
 
         def one(number: Any, carry: Any) -> Any:
-            run(pl.multiple_of(number * self.group, self.group), self.group)
+            for first in range(0, turn, self.group):
+                run(pl.multiple_of(number * turn + first, self.group), self.group)
             return carry
 
-        jax.lax.fori_loop(0, rows // self.group, one, 0)
+        jax.lax.fori_loop(0, rows // turn, one, None)
 
     def sums(self, x: Any, weight: Any, scale: Callable[[int, int], Any]) -> jax.Array:
         """Float32 `x @ weight.T`, with the even columns first where `spread` says so.

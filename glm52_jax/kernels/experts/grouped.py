@@ -51,7 +51,7 @@ def routed_experts_grouped(
         hidden, token_of = state
         start = number * sizes.window
         token, gate = rows_of(groups, start, sizes.window, sizes.rows)
-        rows = forms[0].prepare(jnp.take(x, token, axis=0, mode="clip"))
+        rows = jnp.take(x, token, axis=0, mode="clip").astype(forms[0].dtype)
         hidden = _hidden(rows, gate[:, None], gate_up, hidden, groups, number, layer, forms, sizes, target)
         return hidden, jax.lax.dynamic_update_slice(token_of, token, (start * sizes.rows,))
 
@@ -156,6 +156,8 @@ def _hidden_kernel(
         @pl.when(step == 0)
         def _wait() -> None:
             copy(local).wait()
+            if up.spread:
+                held[here] = up.prepare(held[here])
 
         def columns(first: Any, size: int) -> None:
             halves = []
@@ -171,7 +173,7 @@ def _hidden_kernel(
             values = jnp.where(row < counts[group], values, 0.0).astype(sizes.dtype)
             out[here, pl.ds(first, size)] = down.prepare(up.in_order(values))
 
-        up.each_group(sizes.up, columns)
+        up.each_group(sizes.up, columns, 2 * weight.shape[-1])
         return carry
 
     jax.lax.fori_loop(jnp.maximum(tiles[group], start), jnp.minimum(last, end), one_tile, None)
@@ -278,7 +280,7 @@ def _outputs_kernel(
             sums = form.sums(held.at[place], weight.at[pl.ds(first, size)], scale)
             results[:, pl.ds(first, size)] = form.in_order(sums)
 
-        form.each_group(sizes.down, columns)
+        form.each_group(sizes.down, columns, weight.shape[-1])
         rows = jnp.minimum(counts[group] - (tile - first) * sizes.rows, sizes.rows)
 
         def add_rows(eight: Any, carry: Any) -> Any:

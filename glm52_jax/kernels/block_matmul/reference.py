@@ -1,0 +1,18 @@
+"""The plain product: the layer's matrix dequantised, then multiplied."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from glm52_jax.primitives import linear, take
+from glm52_jax.quant import BlockQuantized, Weight
+
+
+def block_matmul_reference(x: jax.Array, weight: Weight, layer: jax.Array | int, *, dtype: Any) -> jax.Array:
+    """See `api.block_matmul`."""
+    if isinstance(weight, BlockQuantized):
+        weight = dataclasses.replace(weight, view=weight.codes.shape[-2:], row_dims=1)
+    return linear(x, take(weight, layer), dtype=dtype)

@@ -1,0 +1,91 @@
+"""Rows by a matrix on a TPU: the matrix goes through vector memory once, in blocks of rows as wide as it is.
+
+A plain product of codes has XLA write the dequantised matrix to HBM first, several times the bytes of the codes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from glm52_jax.kernels import Target
+from glm52_jax.kernels.block_matmul import blocks
+from glm52_jax.kernels.block_matmul.product import Form, scales_of, values_of
+from glm52_jax.kernels.pallas import call
+from glm52_jax.quant import Weight
+
+
+def block_matmul_tiled(
+    x: jax.Array, weight: Weight, layer: jax.Array | int, *, dtype: Any, target: Target
+) -> jax.Array:
+    """See `api.block_matmul`."""
+    rows, inner = x.shape
+    values, scales = values_of(weight), scales_of(weight)
+    between, out = values.shape[1:-2], values.shape[-2]
+    pieces = math.prod(between)
+    sizes = blocks.choose(target, rows, weight, x.dtype)
+    form = Form.of(weight, x, sizes.out, target)
+    padded = jnp.pad(x, ((0, -rows % sizes.rows), (0, 0)))
+
+    def block_of(piece: Any, column: Any, row: Any, layer: Any) -> tuple[Any, ...]:
+        return layer[0], piece, column, 0
+
+    operands, specs = [form.prepare(padded), values.reshape(-1, pieces, *values.shape[-2:])], [
+        pl.BlockSpec((sizes.rows, inner), lambda piece, column, row, layer: (row, 0)),
+        pl.BlockSpec((None, None, sizes.out, inner), block_of),
+    ]
+    if scales is not None:
+        operands.append(scales.reshape(-1, pieces, *scales.shape[-2:]))
+        specs.append(
+            pl.BlockSpec(
+                (None, None, *scales.shape[-2:]),
+                lambda piece, column, row, layer: (layer[0], piece, 0, 0),
+                memory_space=pltpu.SMEM,
+            )
+        )
+    result = call(
+        functools.partial(_kernel, form, sizes),
+        name="block_matmul",
+        target=target,
+        cost=blocks.cost(padded.shape[0], weight, x.dtype, dtype),
+        out_shape=jax.ShapeDtypeStruct((pieces, padded.shape[0], out), dtype),
+        semantics=("arbitrary", "parallel", "arbitrary"),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(pieces, -(-out // sizes.out), padded.shape[0] // sizes.rows),
+            in_specs=specs,
+            out_specs=pl.BlockSpec((None, sizes.rows, sizes.out), lambda piece, column, row, _: (piece, row, column)),
+        ),
+    )(jnp.asarray(layer, jnp.int32).reshape(1), *operands)
+    result = result[0] if pieces == 1 else jnp.moveaxis(result, 0, 1)
+    return result.reshape(-1, *between, out)[:rows]
+
+
+def _kernel(form: Form, sizes: blocks.Blocks, layer: Any, x: Any, weight: Any, *refs: Any) -> None:
+    del layer
+    *scales, out = refs
+    block = pl.program_id(1) * sizes.out
+
+    def some_rows(part: Any, carry: Any) -> Any:
+        here = pl.ds(pl.multiple_of(part * sizes.part, sizes.part), sizes.part)
+
+        def columns(first: Any, size: int) -> None:
+            def scale(number: int, column: int) -> Any:
+                assert form.block is not None
+                # The last block of rows may reach past the matrix, and what it gives there is not kept.
+                row = jnp.minimum((block + first) // form.block[0] + number, scales[0].shape[0] - 1)
+                return scales[0][row, column]
+
+            sums = form.sums(x.at[here], weight.at[pl.ds(first, size)], scale)
+            out[here, pl.ds(first, size)] = form.in_order(sums.astype(out.dtype))
+
+        form.each_group(sizes.out, columns, weight.shape[-1])
+        return carry
+
+    jax.lax.fori_loop(0, sizes.rows // sizes.part, some_rows, None)
