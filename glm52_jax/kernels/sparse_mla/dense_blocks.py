@@ -27,7 +27,7 @@ class DenseBlocks:
 
 
 _ROWS = 512  # of a tile
-_KEYS = 512
+_KEYS = 1024
 
 
 def choose(target: Target, tokens: int, heads: int) -> DenseBlocks:

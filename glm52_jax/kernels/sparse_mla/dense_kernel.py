@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from glm52_jax.kernels.pallas import LANES
+
 if TYPE_CHECKING:
     from glm52_jax.kernels.sparse_mla.dense import Plan
 
@@ -31,7 +33,8 @@ class Scratch:
         mask: int32 `[queries, keys]`, of the block that is computed on.
         rows: `[keys, width]`, its rows as they meet the queries.
         queries: `[queries x heads, width]`, padded as the rows are.
-        out, top, total: float32, of the online softmax; the latter two fill all lanes.
+        out, top, total: float32, of the online softmax; the top fills all lanes, the total is
+            their sum.
         listed: int32 `[2 x blocks]`, the live blocks of this tile and of the next.
         state: int32: the buffer that is filled next, whether a tile's first block is on its way, lengths of the lists.
         arrived: a semaphore a buffer.
@@ -99,10 +102,10 @@ def kernel(plan: Plan, scale: float, layer: Any, lengths: Any, table: Any, live:
         return carry
 
     jax.lax.fori_loop(0, count, block, 0)
-    total, top = scratch.total[...], scratch.top[...]
+    total, top = jnp.sum(scratch.total[...], axis=1, keepdims=True), scratch.top[...]
     some = total > 0
     safe = jnp.where(some, total, 1.0)
-    out[...] = (scratch.out[...] * (layer_scale[0] / safe)[:, :1]).astype(out.dtype)
+    out[...] = (scratch.out[...] * (layer_scale[0] / safe)).astype(out.dtype)
     lse[...] = jnp.where(some, (top + jnp.log2(safe)) / _LOG2_E, -jnp.inf)
 
 
@@ -149,29 +152,54 @@ class _Blocks:
         return self.lengths[sequence] - self._number(step, number) * self.plan.keys
 
     def start(self, step: Any, number: Any, slot: Any) -> None:
-        self._each(step, number, slot, lambda copy: copy.start())
+        """Starts the copies of a block of rows and of the mask."""
+        plan = self.plan
+        item, block = plan.item(self.core, step), self._number(step, number)
+        keys = pl.ds(pl.multiple_of(block * plan.keys, plan.keys), plan.keys)
+        self._copy(self.seen.at[item, :, keys], self.scratch.seen, slot).start()
+        first = item // plan.tiles * plan.table + block * plan.pages
+        last = self.stacks[0].shape[1] - 1
+
+        def page(number: Any) -> None:
+            where = jnp.clip(self.table[first + number], 0, last)
+            for stack, buffer in zip(self.stacks, self.scratch.parts, strict=True):
+                self._copy(stack.at[self.layer, where], buffer, slot, number).start()
+
+        self._each(step, number, page)
 
     def wait(self, step: Any, number: Any, slot: Any) -> None:
-        self._each(step, number, slot, lambda copy: copy.wait())
+        """Waits for all copies of a block; what is waited for is the number of bytes, whatever they are."""
+        self._copy(self.scratch.seen.at[slot], self.scratch.seen, slot).wait()
 
-    def _each(self, step: Any, number: Any, slot: Any, act: Any) -> None:
-        plan, scratch = self.plan, self.scratch
-        item, block = plan.item(self.core, step), self._number(step, number)
-        arrived = scratch.arrived.at[slot]
-        keys = pl.ds(pl.multiple_of(block * plan.keys, plan.keys), plan.keys)
-        act(pltpu.make_async_copy(self.seen.at[item, :, keys], scratch.seen.at[slot], arrived))
-        first = item // plan.tiles * plan.table + block * plan.pages
-        # The last block of a sequence may be cut by its length or by the table's.
-        left = self.lengths[item // plan.tiles] - block * plan.keys
-        count = jnp.minimum((left + plan.page - 1) // plan.page, plan.pages)
+        def page(number: Any) -> None:
+            for buffer in self.scratch.parts:
+                self._copy(buffer.at[slot, number], buffer, slot, number).wait()
 
-        def page(number: jax.Array, carry: int) -> int:
-            where = jnp.clip(self.table[first + number], 0, self.stacks[0].shape[1] - 1)
-            for stack, buffer in zip(self.stacks, scratch.parts, strict=True):
-                act(pltpu.make_async_copy(stack.at[self.layer, where], buffer.at[slot, number], arrived))
-            return carry
+        def whole() -> None:
+            for buffer in self.scratch.parts:
+                self._copy(buffer.at[slot], buffer, slot).wait()
 
-        jax.lax.fori_loop(0, count, page, 0)
+        self._each(step, number, page, whole)
+
+    def _copy(self, source: Any, buffer: Any, *place: Any) -> Any:
+        return pltpu.make_async_copy(source, buffer.at[place], self.scratch.arrived.at[place[0]])
+
+    def _each(self, step: Any, number: Any, page: Any, whole: Any = None) -> None:
+        """Does something for each page of a block, without a loop for a full one; its length may cut the last one."""
+        plan = self.plan
+        count = (self.left(step, number) + plan.page - 1) // plan.page
+
+        @pl.when(count >= plan.pages)
+        def _full() -> None:
+            if whole is not None:
+                whole()
+            else:
+                for number in range(plan.pages):
+                    page(number)
+
+        @pl.when(count < plan.pages)
+        def _some() -> None:
+            jax.lax.fori_loop(0, count, lambda number, carry: (page(number), carry)[1], 0)
 
 
 def _begin(plan: Plan, queries: Any, scratch: Scratch) -> None:
@@ -261,6 +289,19 @@ def _cuts(size: int, width: int) -> list[tuple[int, int]]:
     return [(start, min(start + width, size)) for start in range(0, size, width)]
 
 
+def _spread(column: jax.Array, width: int) -> jax.Array:
+    """A column that fills all lanes, over any width; without a permutation where that is whole lanes."""
+    if width % LANES:
+        return jnp.broadcast_to(column[:, :1], (column.shape[0], width))
+    return jnp.concatenate([column] * (width // LANES), axis=1)
+
+
+def _sum_to_lanes(values: jax.Array) -> jax.Array:
+    """Sums over columns that are whole lanes apart; the lanes themselves are added up at the end."""
+    padded = jnp.pad(values, ((0, 0), (0, -values.shape[1] % LANES)))
+    return sum(padded[:, start : start + LANES] for start in range(LANES, padded.shape[1], LANES)) + padded[:, :LANES]
+
+
 def _mix(*lists: list[Any]) -> None:
     """Runs the steps of several lists, spread evenly over each other."""
     places = [((number + 1) / len(steps), step) for steps in lists for number, step in enumerate(steps)]
@@ -313,10 +354,10 @@ class _Part:
         masked = jnp.where(seen, scores * self.factor, -jnp.inf)
         old = scratch.top[at]
         top = jnp.maximum(old, jnp.max(masked, axis=1, keepdims=True))
-        weight = jnp.exp2(masked - top[:, :1])
+        weight = jnp.exp2(masked - _spread(top, masked.shape[1]))
         shrink = jnp.exp2(old - top)
         scratch.top[at] = top
-        scratch.total[at] = scratch.total[at] * shrink + jnp.sum(weight, axis=1, keepdims=True)
+        scratch.total[at] = scratch.total[at] * shrink + _sum_to_lanes(weight)
         self.weights.append(weight.astype(self.plan.dtype))
         self.shrink.append(shrink)
 
@@ -328,6 +369,6 @@ class _Part:
             precision=self.precision,
             preferred_element_type=jnp.float32,
         )
-        shrink = jnp.concatenate(self.shrink)[:, :1]
+        shrink = _spread(jnp.concatenate(self.shrink), stop - start)
         out = self.scratch.out
         out[self.tall, start:stop] = out[self.tall, start:stop] * shrink + product
