@@ -1,0 +1,50 @@
+"""Signature of the router's choice."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from glm52_jax.kernels import form
+from glm52_jax.kernels.router.reference import choose_experts_reference
+
+_FORMS = {"reference": choose_experts_reference, "tpu": "glm52_jax.kernels.router.tpu:choose_experts_tiled"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How experts are chosen.
+
+    Attributes:
+        k: experts of a token.
+        groups, kept_groups: experts come in so many groups, of which a token may use its best; a group is ranked by the
+            sum of its best two.
+        normalise: whether a token's gates are made to sum to one.
+        scale: their factor.
+    """
+
+    k: int
+    groups: int = 1
+    kept_groups: int = 1
+    normalise: bool = True
+    scale: float = 1.0
+
+
+def choose_experts(
+    logits: jax.Array, bias: jax.Array, real: jax.Array, rule: Rule, *, backend: str
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The best experts by `sigmoid(logits) + bias`, ties to the lower number, and `sigmoid(logits)` as their gates.
+
+    Args:
+        logits: float32 `[tokens, experts]`.
+        bias: float32 `[experts]`; it decides the choice only.
+        real: bool `[tokens]`, false for padding, whose logits may be anything.
+        backend: see `kernels.resolve_backend`.
+
+    Returns:
+        experts: int32 `[tokens, k]`, the best first, -1 for padding.
+        gates: float32 of the same shape, zero for padding.
+        counts: int32 `[experts]`, how many tokens chose each.
+    """
+    return form(_FORMS, backend)(logits, bias, real, rule)
