@@ -20,6 +20,7 @@ from glm52_jax.kernels import Target
 from glm52_jax.kernels.pallas import LANES, SUBLANES, call
 from glm52_jax.kernels.sparse_mla import dense_blocks
 from glm52_jax.kernels.sparse_mla.dense_blocks import DenseBlocks
+from glm52_jax.kernels.sparse_mla.dense_gradient import dense_gradient
 from glm52_jax.kernels.sparse_mla.dense_kernel import WORD, kernel
 from glm52_jax.row_formats import GroupRows, LaneRows, PackedRows, RowStack, TensorRows, parts_of
 
@@ -128,6 +129,43 @@ class Plan:
         return core * self.steps + step
 
 
+def dense_mla(
+    queries: jax.Array,
+    latent: RowStack,
+    layer: jax.Array | int,
+    page_table: jax.Array,
+    positions: jax.Array,
+    mask: jax.Array,
+    scale: float,
+    kv_lora_rank: int,
+    *,
+    target: Target,
+) -> tuple[jax.Array, jax.Array]:
+    """`api.sparse_mla` under a mask; differentiable by the queries and by the rows of the cache.
+
+    Args:
+        queries, latent, layer, page_table, positions, scale, kv_lora_rank: see there.
+        mask: bool `[batch, tokens, positions]`, what each query attends to; nothing after its own position.
+    """
+
+    @jax.custom_vjp
+    def run(q: jax.Array, rows: RowStack, *where: jax.Array) -> tuple[jax.Array, jax.Array]:
+        number, table, last, seen = where
+        return attend(q, rows, number, table, last, seen, scale, kv_lora_rank, target=target)
+
+    def forward(q: jax.Array, rows: RowStack, *where: jax.Array) -> tuple[tuple[jax.Array, jax.Array], Any]:
+        results = run(q, rows, *where)
+        return results, (q, rows, where, results)
+
+    def backward(kept: Any, cotangents: Any) -> tuple[Any, ...]:
+        q, rows, (number, table, last, seen), results = kept
+        given = dense_gradient(q, rows, number, table, last, seen, scale, kv_lora_rank, results, cotangents)
+        return *given, None, None, None, None
+
+    run.defvjp(forward, backward)
+    return run(queries, latent, jnp.asarray(layer, jnp.int32), page_table, positions, mask)
+
+
 def attend(
     queries: jax.Array,
     latent: RowStack,
@@ -201,7 +239,7 @@ def _layer_scale(latent: RowStack, layer: jax.Array | int) -> jax.Array:
 
 def _tables(plan: Plan, mask: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The mask by tile, int8 `[items, queries, positions]`, and which blocks are live, a bit each, int32."""
-    batch, tokens, positions = mask.shape
+    tokens, positions = mask.shape[1:]
     room = plan.blocks * plan.keys
     mask = jnp.pad(mask, ((0, 0), (0, plan.tiles * plan.tile - tokens), (0, room - positions)))
     mask = mask.reshape(plan.items, plan.tile, room)

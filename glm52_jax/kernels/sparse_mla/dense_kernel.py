@@ -55,9 +55,9 @@ class Scratch:
 
 def kernel(plan: Plan, scale: float, layer: Any, lengths: Any, table: Any, live: Any, *refs: Any) -> None:
     """One tile of queries on one core; operands in the order of `dense.attend`."""
-    layer_scale, queries, seen, *refs = refs
-    stacks, refs = refs[: len(plan.rows.names)], refs[len(plan.rows.names) :]
-    out, lse, *own = refs
+    layer_scale, queries, seen, *others = refs
+    stacks = others[: len(plan.rows.names)]
+    out, lse, *own = others[len(stacks) :]
     scratch = Scratch(*own)
     core, step = pl.program_id(0), pl.program_id(1)
     blocks = _Blocks(plan, layer[0], lengths, table, live, seen, stacks, scratch, core)
@@ -217,7 +217,11 @@ def _begin(plan: Plan, queries: Any, scratch: Scratch) -> None:
 
 
 def _load(plan: Plan, left: Any, slot: Any, scratch: Scratch) -> Any:
-    """Lays out a block's mask and rows, zeros for those never written; returns how to take some (start, stop, width)."""
+    """Lays out a block's mask and rows, with zeros for those never written.
+
+    Returns:
+        A function that gives rows of it: (first, end, first column, end).
+    """
     scratch.mask[...] = scratch.seen[slot].astype(jnp.int32)
     if plan.plain:
         (held,) = scratch.parts
@@ -246,7 +250,7 @@ def _load(plan: Plan, left: Any, slot: Any, scratch: Scratch) -> Any:
         for start in range(0, codes.shape[-1], group):
             piece = codes[:, start : start + group].astype(jnp.float32)
             number = min(first + start // group, scales.shape[-1] - 1)
-            rows[:, start : start + group] = (piece * scales[:, number : number + 1]).astype(plan.dtype)
+            rows[:, start : start + piece.shape[1]] = (piece * scales[:, number : number + 1]).astype(plan.dtype)
         rows[:, codes.shape[-1] :] = _cast(parts[-1], plan.dtype)
 
     @pl.when(left < keys)
