@@ -16,7 +16,8 @@ from glm52_jax.config import ModelConfig
 from glm52_jax.kernels.cache_write.new_rows import KeyMaking
 from glm52_jax.kernels.index_scores.api import index_scores
 from glm52_jax.kernels.index_scores.reference import map_tokens
-from glm52_jax.kernels.topk.api import topk_indices, topk_mask
+from glm52_jax.kernels.index_topk.api import index_topk
+from glm52_jax.kernels.topk.api import last_of_best, topk, topk_mask
 from glm52_jax.primitives import Rotary, hadamard, linear
 from glm52_jax.row_formats import RowStack, is_rotated
 from glm52_jax.selection import Selection
@@ -98,44 +99,37 @@ def select(
         places.seen,
     )
 
-    def scores(queries: jax.Array, weights: jax.Array, seen: jax.Array) -> jax.Array:
-        return index_scores(queries, weights, cache.index_keys, indexer, cache.page_table, seen, backend=backend)
-
     k = min(config.index_topk, cache.capacity)
     alone = not layout.axes_of("kv_pages")
+    stored = cache.index_keys, indexer, cache.page_table
+
     if as_mask:
-        found = scores(*parts)
+        queries, heads, seen = parts
+        found = index_scores(queries, heads, *stored, seen, backend=backend)
         if alone:
             return Selection(mask=topk_mask(found, k, backend=backend))
-        indices = topk_indices(found, k, backend=backend)
-        score, position = _last_of_best(layout, config, cache, indices, _scores_at(found, indices))
+        score, position = _last_of_best(layout, config, cache, *topk(found, k, backend=backend), backend)
         place = Deal.of(layout, cache).positions(jnp.arange(cache.capacity))
         better = (found > score[..., None]) | ((found == score[..., None]) & (place <= position[..., None]))
         return Selection(mask=better & (found > -jnp.inf))
 
     def best(part: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        found = scores(*part)
-        indices = topk_indices(found, k, backend=backend)
-        return indices, _scores_at(found, indices)
+        queries, heads, seen = part
+        return index_topk(queries, heads, *stored, seen, k, backend=backend)
 
     # Scores of a long chunk with a long context are never there all at once.
     rows = max(1, _BLOCK_SCORES // (x.shape[0] * cache.capacity))
     indices, found = map_tokens(best, parts, rows)
     if alone:
         return Selection(indices=indices)
-    score, position = _last_of_best(layout, config, cache, indices, found)
+    score, position = _last_of_best(layout, config, cache, indices, found, backend)
     place = Deal.of(layout, cache).positions(indices)
     better = (found > score[..., None]) | ((found == score[..., None]) & (place <= position[..., None]))
     return Selection(indices=jnp.where(better, indices, -1))
 
 
-def _scores_at(scores: jax.Array, indices: jax.Array) -> jax.Array:
-    """The scores of a selection, minus infinity for -1."""
-    return jnp.where(indices >= 0, jnp.take_along_axis(scores, jnp.maximum(indices, 0), axis=-1), -jnp.inf)
-
-
 def _last_of_best(
-    layout: Layout, config: ModelConfig, cache: Cache, indices: jax.Array, scores: jax.Array
+    layout: Layout, config: ModelConfig, cache: Cache, indices: jax.Array, scores: jax.Array, backend: str
 ) -> tuple[jax.Array, jax.Array]:
     """Score and position of the last one that is selected, over all devices, for each query.
 
@@ -160,9 +154,8 @@ def _last_of_best(
         return jnp.moveaxis(rows, 0, 1).reshape(rows.shape[1], -1)
 
     ranked, places = exchanged(scores, -jnp.inf), exchanged(places, -1)
-    ranked, places = jax.lax.sort((-ranked, places), num_keys=2)
-    last = min(config.index_topk, ranked.shape[1]) - 1
-    found = all_gather(layout, -ranked[:, last], axes), all_gather(layout, places[:, last], axes)
+    last = last_of_best(ranked, places, min(config.index_topk, ranked.shape[1]), backend=backend)
+    found = (all_gather(layout, values, axes) for values in last)
     score, position = (values[: shape[0] * shape[1]].reshape(shape[:2]) for values in found)
     return score, position
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from glm52_jax.config import ModelConfig
 from glm52_jax.kernels.experts.api import routed_experts
+from glm52_jax.kernels.router.api import Rule, choose_experts
 from glm52_jax.moe_dispatch import dispatch_experts
 from glm52_jax.moe_form import GATHER, DispatchForm
 from glm52_jax.primitives import linear, swiglu, take
@@ -21,7 +22,7 @@ from sharding.layout import SINGLE, Layout
 
 
 def route(
-    weight: jax.Array, bias: jax.Array, config: ModelConfig, x: jax.Array, real: jax.Array
+    weight: jax.Array, bias: jax.Array, config: ModelConfig, x: jax.Array, real: jax.Array, *, backend: str
 ) -> tuple[jax.Array, jax.Array]:
     """The experts of each token and their gates, in float32 throughout.
 
@@ -30,30 +31,26 @@ def route(
         bias: float32 correction bias `[experts]`; it decides the choice only.
         x: `[tokens, embed]`.
         real: bool `[tokens]`, false for padding.
+        backend: see `kernels.resolve_backend`.
 
     Returns:
         experts: int32 `[tokens, num_experts_per_tok]`, -1 for padding.
         gates: float32 of the same shape, zero for padding.
     """
-    scores = jax.nn.sigmoid(linear(x.astype(jnp.float32), weight.astype(jnp.float32)))
-    ranked = _within_best_groups(scores + bias, config)
-    _, experts = jax.lax.top_k(ranked, config.num_experts_per_tok)
-    gates = jnp.take_along_axis(scores, experts, axis=-1)
-    if config.norm_topk_prob:
-        gates = gates / (jnp.sum(gates, axis=-1, keepdims=True) + 1e-20)
-    gates = gates * config.routed_scaling_factor
-    return jnp.where(real[:, None], experts, -1), jnp.where(real[:, None], gates, 0.0)
+    logits = linear(x.astype(jnp.float32), weight.astype(jnp.float32))
+    experts, gates, _ = choose_experts(logits, bias, real, rule_of(config), backend=backend)
+    return experts, gates
 
 
-def _within_best_groups(ranked: jax.Array, config: ModelConfig) -> jax.Array:
-    """Minus infinity outside of the `topk_group` best groups; a group is ranked by the sum of its best two."""
-    if config.topk_group == config.n_group:
-        return ranked
-    grouped = ranked.reshape(ranked.shape[0], config.n_group, -1)
-    best_two, _ = jax.lax.top_k(grouped, 2)
-    _, groups = jax.lax.top_k(jnp.sum(best_two, axis=-1), config.topk_group)
-    kept = jnp.any(groups[:, :, None] == jnp.arange(config.n_group), axis=1)
-    return jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(ranked.shape)
+def rule_of(config: ModelConfig) -> Rule:
+    """How a model's router chooses."""
+    return Rule(
+        k=config.num_experts_per_tok,
+        groups=config.n_group,
+        kept_groups=config.topk_group,
+        normalise=config.norm_topk_prob,
+        scale=config.routed_scaling_factor,
+    )
 
 
 def moe(
@@ -81,7 +78,7 @@ def moe(
     """
     flat = x.reshape(-1, x.shape[-1])
     router, bias = take((stack["router"], stack["router_bias"]), layer)
-    experts, gates = route(router, bias, config, flat, real.reshape(-1))
+    experts, gates = route(router, bias, config, flat, real.reshape(-1), backend=backend)
     weights = stack["gate_up"], stack["down"]
     if layout.devices == 1:
         routed = routed_experts(flat, experts, gates, *weights, layer, backend=backend)

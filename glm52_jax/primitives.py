@@ -72,10 +72,9 @@ def linear(x: jax.Array, weight: Weight, *, dims: int = 1, dtype: Any = None) ->
     if isinstance(weight, InStack):
         from glm52_jax.kernels.block_matmul.api import block_matmul
 
-        out, inner = weight.stack.matrix
-        rows = x.reshape(-1, math.prod(inner))
-        product = block_matmul(rows, weight.stack, weight.index, backend=weight.backend, dtype=dtype or x.dtype)
-        return product.reshape(*lead, *out)
+        rows = x.reshape(-1, weight.stack.codes.shape[-1])
+        product = block_matmul(rows, weight.stack, weight.index, backend=weight.backend, dtype=dtype)
+        return product.reshape(*lead, *weight.rows)
     weight = plain(weight, x.dtype)
     out, inner = weight.shape[: weight.ndim - dims], weight.shape[weight.ndim - dims :]
     width = math.prod(inner)
@@ -101,7 +100,7 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> j
 def swiglu(
     x: jax.Array, gate_up: Weight, down: Weight, *index: Any, dtype: Any = None, backend: str = "reference"
 ) -> jax.Array:
-    """`mlp` with one layer's or one expert's weights out of stacks.
+    """`down(silu(gate(x)) * up(x))` with one layer's or one expert's weights out of stacks.
 
     Args:
         x: `[..., embed]`.
@@ -111,14 +110,20 @@ def swiglu(
         dtype: of the result, by default that of `x`.
         backend: see `take`.
     """
-    gate, up = (take(gate_up, *index, which, backend=backend) for which in (0, 1))
-    return mlp(x, gate, up, take(down, *index, backend=backend), dtype=dtype)
+    rest = take(down, *index, backend=backend)
+    if isinstance(rest, InStack) and isinstance(gate_up, BlockQuantized):
+        both = linear(x, InStack.of(gate_up, index, backend), dtype=jnp.float32)  # by one kernel
+        return _down(both[..., 0, :], both[..., 1, :], rest, x.dtype, dtype)
+    return mlp(x, take(gate_up, *index, 0), take(gate_up, *index, 1), rest, dtype=dtype)
 
 
 def mlp(x: jax.Array, gate: Weight, up: Weight, down: Weight, *, dtype: Any = None) -> jax.Array:
     """`down(silu(gate(x)) * up(x))`; `x` `[..., embed]`, `gate` and `up` `[width, embed]`, `down` `[embed, width]`."""
-    hidden = jax.nn.silu(linear(x, gate, dtype=jnp.float32)) * linear(x, up, dtype=jnp.float32)
-    return linear(hidden.astype(x.dtype), down, dtype=dtype)
+    return _down(linear(x, gate, dtype=jnp.float32), linear(x, up, dtype=jnp.float32), down, x.dtype, dtype)
+
+
+def _down(gate: jax.Array, up: jax.Array, down: Weight, operand: Any, dtype: Any) -> jax.Array:
+    return linear((jax.nn.silu(gate) * up).astype(operand), down, dtype=dtype)
 
 
 def hadamard(x: jax.Array) -> jax.Array:

@@ -62,11 +62,11 @@ class BlockQuantized:
 
 @flax.struct.dataclass
 class InStack:
-    """One matrix of a stack in codes that stays there, for a kernel that reads it where it is.
+    """A matrix of a stack in codes that stays there, for a kernel that reads it where it is.
 
     Attributes:
-        stack: codes `[matrices, out, in]`.
-        index: int32, which of them.
+        stack: codes `[matrices, ..., out, in]`.
+        index: int32, which of them; with others side by side where there are more dimensions.
         backend: of the kernel, see `kernels.resolve_backend`.
     """
 
@@ -76,16 +76,20 @@ class InStack:
 
     @classmethod
     def of(cls, stack: BlockQuantized, index: tuple[Any, ...], backend: str) -> InStack:
-        """The matrix at `index` of the leading dimensions `[..., out, in]` of the codes."""
-        lead = stack.codes.shape[:-2]
+        """What is at `index` of the first dimensions of the codes; matrices of further ones are side by side."""
         number = jnp.int32(0)
-        for place, size in zip(index, lead, strict=True):
+        for place, size in zip(index, stack.codes.shape, strict=False):
             number = number * size + place
 
         def flat(array: jax.Array) -> jax.Array:
-            return array.reshape(-1, *array.shape[-2:])
+            return array.reshape(-1, *array.shape[len(index) :])
 
         return cls(dataclasses.replace(stack, codes=flat(stack.codes), scales=flat(stack.scales)), number, backend)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Of a product's result: matrices side by side, then their rows."""
+        return (*self.stack.codes.shape[1:-2], *self.stack.matrix[0])
 
 
 Weight = jax.Array | BlockQuantized | InStack

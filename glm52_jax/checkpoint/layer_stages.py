@@ -261,13 +261,13 @@ def _inside(
         mlp = swiglu(post, params["dense"]["gate_up"], params["dense"]["down"], 0)
     else:
         mlp, _ = moe(params["moe"], config, 0, post, places.positions >= 0, backend=backend)
-        out |= _routed(params["moe"], config, post[0])
+        out |= _routed(params["moe"], config, post[0], backend)
     return out | {"MLP output": mlp, "layer output": x + attention + mlp}
 
 
-def _routed(stack: dict[str, Any], config: ModelConfig, x: jax.Array) -> dict[str, jax.Array]:
+def _routed(stack: dict[str, Any], config: ModelConfig, x: jax.Array, backend: str) -> dict[str, jax.Array]:
     router, bias = take((stack["router"], stack["router_bias"]), 0)
-    experts, gates = route(router, bias, config, x, jnp.ones(len(x), jnp.bool_))
+    experts, gates = route(router, bias, config, x, jnp.ones(len(x), jnp.bool_), backend=backend)
     rows = jnp.arange(len(x))[:, None]
     empty = jnp.zeros((len(x), config.n_routed_experts))
     return {

@@ -217,7 +217,7 @@ def test_gates(normalised: bool, factor: float, k: int) -> None:
     """B17: un-biased sigmoids, normalised only if asked, multiplied by the factor once."""
     config = tiny(norm_topk_prob=normalised, routed_scaling_factor=factor, num_experts_per_tok=k)
     weight, bias, x = normal(8, 32), 7 + normal(8), normal(20, 32)
-    experts, gates = moe.route(weight, bias, config, x, jnp.arange(20) < 18)
+    experts, gates = moe.route(weight, bias, config, x, jnp.arange(20) < 18, backend="reference")
     expected, expected_gates = gates_in_float64(config, weight, bias, x)
     np.testing.assert_array_equal(experts[:18], expected[:18])
     np.testing.assert_allclose(gates[:18], expected_gates[:18], rtol=1e-5)
@@ -241,13 +241,13 @@ def test_router_bias_far_from_zero() -> None:
     config = tiny(n_routed_experts=256, num_experts_per_tok=8)
     weight, x = normal(256, 32) / 8, normal(200, 32)
     bias = jnp.asarray(GENERATOR.uniform(6.817, 7.063, 256), jnp.float32)
-    experts, _ = moe.route(weight, bias, config, x, jnp.ones(200, bool))
+    experts, _ = moe.route(weight, bias, config, x, jnp.ones(200, bool), backend="reference")
     expected, _ = gates_in_float64(config, weight, bias, x)
     same = (np.sort(experts, -1) == np.sort(expected, -1)).all(-1)
     assert same.mean() >= 0.99  # a sum near 7 has steps of 5e-7, so that a near tie may fall otherwise
     rounded = bias.astype(jnp.bfloat16).astype(jnp.float32)
     assert len(set(rounded.tolist())) == 9
-    coarse, _ = moe.route(weight, rounded, config, x, jnp.ones(200, bool))
+    coarse, _ = moe.route(weight, rounded, config, x, jnp.ones(200, bool), backend="reference")
     assert (np.sort(coarse, -1) != np.sort(expected, -1)).any(-1).mean() > 0.3
     made = jax.eval_shape(lambda: glm.init_params(tiny(dtype="bfloat16"), jax.random.key(0)))
     assert made["moe"]["router_bias"].dtype == jnp.float32
