@@ -57,6 +57,10 @@ class Blocks:
         return self.positions // LANES
 
     @property
+    def chunk_runs(self) -> int:
+        return self.chunk // LANES
+
+    @property
     def registers(self) -> int:
         """Of all rows."""
         return self.positions * self.rows // REGISTER
@@ -66,9 +70,14 @@ class Blocks:
         return self.chunk * self.rows // REGISTER
 
     @property
+    def chunk_candidates(self) -> int:
+        """Registers of candidates of one chunk."""
+        return self.chunk_registers // self.segment * self.kept if self.segment else 0
+
+    @property
     def candidates(self) -> int:
         """Registers of candidates."""
-        return self.registers // self.segment * self.kept if self.segment else 0
+        return self.chunk_candidates * (self.positions // self.chunk)
 
     @property
     def list_rows(self) -> int:
@@ -76,31 +85,36 @@ class Blocks:
         return -(-self.k // LANES)
 
 
-def choose(rows: int, positions: int, k: int, *, interpret: bool = False) -> Blocks:
+def choose(rows: int, positions: int, k: int, *, interpret: bool = False, chunk: int = 0) -> Blocks:
     """Sizes for rows of so many positions.
 
     The sizes follow from the shapes alone: vector memory holds any of them on every chip, and no chip preferred others
-    in a sweep of chunks, segments and bits.
+    in a sweep.
 
     Args:
         rows: rows selected from together.
         positions: of a row.
         k: how many are chosen.
         interpret: whether the kernel is interpreted.
+        chunk: instead of what is chosen here, of whole `unit_of`.
     """
-    small = interpret or positions <= _PACKED * _PACKED * REGISTER
-    unit = _PACKED * REGISTER if small else LANES * LANES
+    unit = unit_of(positions, interpret=interpret)
     count = -(-positions // (_CHUNK_REGISTERS * REGISTER // rows))
-    chunk = round_up(-(-positions // count), unit)
+    chunk = chunk or round_up(-(-positions // count), unit)
     padded = round_up(positions, chunk)
     segment = _segment(chunk * rows // REGISTER, positions, k)
-    group = _PACKED * SUBLANES if small else LANES
-    blocks = Blocks(rows, padded, k, chunk, segment, bits=1, group=group, unroll=1 if interpret else 16)
+    blocks = Blocks(rows, padded, k, chunk, segment, bits=1, group=unit // LANES, unroll=1 if interpret else 32)
     registers = blocks.candidates or blocks.registers
-    if interpret or registers > 128:
+    if interpret or registers > 64:
         return blocks
-    # With few candidates a pass takes as long as its sum over lanes, however many thresholds it tries.
-    return dataclasses.replace(blocks, bits=4 if registers <= 32 else 2)
+    # With few candidates a pass takes as long as its sums over lanes: fewer passes with more thresholds in each.
+    return dataclasses.replace(blocks, bits=2)
+
+
+def unit_of(positions: int, *, interpret: bool = False) -> int:
+    """Positions that a chunk is a multiple of."""
+    small = interpret or positions <= _PACKED * _PACKED * REGISTER
+    return _PACKED * REGISTER if small else LANES * LANES
 
 
 def _segment(registers: int, positions: int, k: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from glm52_jax.kernels.pallas import LANES, SUBLANES
 from glm52_jax.kernels.topk.blocks import Blocks
 from glm52_jax.kernels.topk.image import scores_of
-from glm52_jax.kernels.topk.threshold import register
+from glm52_jax.kernels.topk.threshold import unrolled
 
 _FIELDS = 4  # in a word
 _FIELD = 8  # bits of one, of which a distance within a run takes seven
@@ -30,32 +31,37 @@ _ONES = 0x01010101
 
 
 def scratch(blocks: Blocks) -> list[Any]:
-    """What `write_lists` works in: packed distances, starts of runs, the list's positions and images, one register."""
+    """What `write_lists` works in: packed distances, starts of runs, the list's positions and images,
+    one register of both, and registers laid into rows."""
     end = blocks.list_rows + 1
     return [
         pltpu.VMEM((blocks.runs // _FIELDS, LANES), jnp.int32),
         pltpu.VMEM((blocks.runs, LANES), jnp.int32),
         pltpu.VMEM((end, LANES), jnp.int32),
         pltpu.VMEM((end, LANES), jnp.int32),
-        pltpu.VMEM((3 * SUBLANES, LANES), jnp.int32),
+        pltpu.VMEM((2 * SUBLANES, LANES), jnp.int32),
+        *[pltpu.VMEM((blocks.runs // SUBLANES, LANES), jnp.int32)] * 2,
     ]
 
 
-def write_lists(blocks: Blocks, image: Any, edge: Any, indices: Any, values: Any, scratch: Any) -> None:
+def write_lists(blocks: Blocks, image: Any, edge: Any, used: Any, indices: Any, values: Any, scratch: Any) -> None:
     """Writes the lists of all rows.
 
     Args:
         image: int32 `[registers * 8, 128]`: of each row, no more than `k` are at or above its threshold.
         edge: int32 `[8, 128]`, the thresholds.
+        used: chunks that were taken in.
         indices, values: int32 and float32 `[rows, list_rows, 128]`.
     """
-    packed, starts, *lists, spare = scratch
+    packed, starts, *lists, spare, row_positions, row_images = scratch
+    rows = row_positions, row_images
 
     def row(number: jax.Array | int, carry: None) -> None:
         runs = _Runs(blocks, image, number)
-        total = _count(blocks, runs, edge, packed, starts)
-        _move(blocks, packed)
-        _place(blocks, runs, packed, starts, lists, spare, total)
+        total = _count(blocks, runs, edge, used, packed, starts)
+        _move(blocks, used, packed)
+        _turn(blocks, runs, used, packed, starts, rows)
+        _append(blocks, runs, used, packed, starts, rows, lists, spare)
         entries = lists[0][: blocks.list_rows, :], lists[1][: blocks.list_rows, :]
         entry = jax.lax.broadcasted_iota(jnp.int32, (blocks.list_rows, LANES), 0) * LANES + _lane(blocks.list_rows)
         indices[number] = jnp.where(entry < total, entries[0], -1)
@@ -90,7 +96,7 @@ def _lane(rows: int) -> jax.Array:
     return jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
 
 
-def _count(blocks: Blocks, runs: _Runs, edge: Any, packed: Any, starts: Any) -> jax.Array:
+def _count(blocks: Blocks, runs: _Runs, edge: Any, used: Any, packed: Any, starts: Any) -> jax.Array:
     """Distances that the chosen move, packed, and where each run's part of the list starts, with its length.
 
     Returns:
@@ -104,25 +110,27 @@ def _count(blocks: Blocks, runs: _Runs, edge: Any, packed: Any, starts: Any) -> 
         return jnp.where(before(a, b), 1.0, 0.0).astype(jnp.bfloat16)
 
     # Counts up to 128 are exact in bfloat16, their sums in float32.
-    up_to = jnp.concatenate([triangle(LANES, jax.lax.le), jnp.ones((LANES, LANES), jnp.bfloat16)], axis=1)
+    up_to = jnp.concatenate([triangle(LANES, jax.lax.lt), jnp.ones((LANES, LANES), jnp.bfloat16)], axis=1)
     earlier = triangle(size, jax.lax.gt)
 
     def group(index: jax.Array, start: jax.Array) -> jax.Array:
         chosen = runs(index * size, size) >= bound
-        counted = _dot(jnp.where(chosen, 1.0, 0.0).astype(jnp.bfloat16), up_to)
-        length = counted[:, LANES:]
+        # A score moves by as many lanes as there are others that are not chosen before it.
+        counted = _dot(jnp.where(chosen, 0.0, 1.0).astype(jnp.bfloat16), up_to)
+        length = LANES - counted[:, LANES:]
         before = _dot(earlier, length.astype(jnp.bfloat16)) + start
-        distance = jnp.where(chosen, _lane(size) + 1 - counted[:, :LANES].astype(jnp.int32), 0)
+        distance = jnp.where(chosen, counted[:, :LANES], 0.0).astype(jnp.int32)
         part = size // _FIELDS
         word = distance[:part]
         for field in range(1, _FIELDS):
             word = word | (distance[field * part : (field + 1) * part] << (_FIELD * field))
         packed[pl.ds(pl.multiple_of(index * part, SUBLANES), part), :] = word
         at = pl.ds(pl.multiple_of(index * size, SUBLANES), size)
-        starts[at, :] = (before.astype(jnp.int32) << _FIELD) | length.astype(jnp.int32)
+        starts[at, :] = (before * (1 << _FIELD) + length).astype(jnp.int32)
         return before[-1:] + length[-1:]
 
-    total = jax.lax.fori_loop(0, blocks.runs // size, group, jnp.zeros((1, LANES), jnp.float32))
+    zero = jnp.zeros((1, LANES), jnp.float32)
+    total = unrolled(blocks.chunk_runs // size, group, zero, blocks.unroll // 16, used)
     return total.astype(jnp.int32)[0, 0]
 
 
@@ -130,10 +138,10 @@ def _dot(left: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.dot(left, right, preferred_element_type=jnp.float32)
 
 
-def _move(blocks: Blocks, packed: Any) -> None:
+def _move(blocks: Blocks, used: Any, packed: Any) -> None:
     """Moves every distance by itself towards lane 0: in each run, the chosen are then side by side."""
-    registers = blocks.runs // (_FIELDS * SUBLANES)
-    size = blocks.unroll
+    registers, in_chunk = (runs // (_FIELDS * SUBLANES) for runs in (blocks.runs, blocks.chunk_runs))
+    size = min(registers, blocks.unroll)
     while registers % size:
         size -= 1
 
@@ -147,84 +155,103 @@ def _move(blocks: Blocks, packed: Any) -> None:
             words = (words ^ moving) | pltpu.roll(moving, LANES - (1 << bit), 1)
         packed[at, :] = words
 
-    jax.lax.fori_loop(0, registers // size, group, None)
+    # What is moved beyond the last chunk is never looked at.
+    jax.lax.fori_loop(0, pl.cdiv(in_chunk * used, size), group, None)
 
 
-def _place(
-    blocks: Blocks,
-    runs: _Runs,
-    packed: Any,
-    starts: Any,
-    lists: Any,
-    spare: Any,
-    total: jax.Array,
-) -> None:
-    """Puts each run's chosen into the list."""
-    registers = blocks.runs // SUBLANES
-    group_registers = blocks.group // SUBLANES
-    part = group_registers // _FIELDS
-    lane = _lane(SUBLANES)
-    in_register = jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), 0) * LANES
+def _turned(
+    runs: _Runs, packed: Any, starts: Any, register: Any, word: Any, field: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The chosen of a register's eight runs, turned to where they are in the list: where there are any, positions and
+    images.
 
-    def turned(word: Any, field: int, first: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The chosen of eight runs from that one on, turned: where there are any, positions and images."""
-        start = starts[pl.ds(first, SUBLANES), :]
-        entry = (lane - (start >> _FIELD)) & (LANES - 1)
-        distance = (packed[pl.ds(word, SUBLANES), :] >> (_FIELD * field)) & (LANES - 1)
-        source = (entry + jnp.take_along_axis(distance, entry, axis=1)) & (LANES - 1)
-        found = jnp.take_along_axis(runs(first, SUBLANES), source, axis=1)
-        return entry < (start & ((1 << _FIELD) - 1)), first * LANES + in_register + source, found
+    Args:
+        word, field: where its distances are.
+    """
+    first = pl.multiple_of(register * SUBLANES, SUBLANES)
+    start = starts[pl.ds(first, SUBLANES), :]
+    entry = (_lane(SUBLANES) - (start >> _FIELD)) & (LANES - 1)
+    distance = packed[pl.ds(pl.multiple_of(word * SUBLANES, SUBLANES), SUBLANES), :] >> (_FIELD * field)
+    source = (entry + jnp.take_along_axis(distance & (LANES - 1), entry, axis=1)) & (LANES - 1)
+    run = first + jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), 0)
+    found = jnp.take_along_axis(runs(first, SUBLANES), source, axis=1)
+    return entry < (start & ((1 << _FIELD) - 1)), run * LANES + source, found
 
-    def append(at: jax.Array, rows: tuple[Any, ...], open_rows: tuple[Any, ...], length: jax.Array) -> tuple[Any, ...]:
-        """Puts rows of no more than 128 entries at the end of the list; its last row, which is open, is held."""
-        shift = at & (LANES - 1)
-        fills = shift + length >= LANES
-        held = []
-        for entries, new, old in zip(lists, rows, open_rows, strict=True):
-            merged = jnp.where(_lane(1) >= shift, new, old)
-            entries[pl.ds(at >> 7, 1), :] = merged
-            held.append(jnp.where(fills, new, merged))
-        return tuple(held)
+
+def _turn(blocks: Blocks, runs: _Runs, used: Any, packed: Any, starts: Any, rows: Any) -> None:
+    """Lays the runs of each register over each other: a row of it, if they have no more than 128 entries together."""
+    size = blocks.group // SUBLANES
+    part = size // _FIELDS
 
     def group(index: jax.Array, carry: None) -> None:
-        first = index * blocks.group
-        word = index * part * SUBLANES
-        # Starts of the registers' parts of the list, and of the next group's.
-        at = [starts[pl.ds(first + i * SUBLANES, 1), :][0, 0] >> _FIELD for i in range(group_registers)]
-        last = starts[pl.ds(first + blocks.group - 1, 1), :][0, 0]
-        at.append((last >> _FIELD) + (last & ((1 << _FIELD) - 1)))
+        for i in range(size):
+            register = index * size + i
+            is_entry, *turned = _turned(runs, packed, starts, register, index * part + i % part, i // part)
+            for row, values in zip(rows, turned, strict=True):
+                row[pl.ds(register, 1), :] = jnp.sum(jnp.where(is_entry, values, 0), axis=0, keepdims=True)
+
+    unrolled(blocks.chunk_runs // blocks.group, group, None, blocks.unroll // size, used)
+
+
+def _append(
+    blocks: Blocks, runs: _Runs, used: Any, packed: Any, starts: Any, rows: Any, lists: Any, spare: Any
+) -> None:
+    """Puts the rows of registers one after the other into the list."""
+    registers = blocks.chunk_runs // SUBLANES
+    size = math.gcd(registers, blocks.unroll)
+    group_size = blocks.group // SUBLANES
+    part = group_size // _FIELDS
+
+    def put(at: jax.Array, end: jax.Array, new: tuple[Any, ...], old: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Puts entries of a row from `at` to `end` into the list, whose last row is held until it is full."""
+        held = []
+        for entries, a, b in zip(lists, new, old, strict=True):
+            merged = jnp.where(_lane(1) >= (at & (LANES - 1)), a, b)
+            entries[pl.ds(at >> 7, 1), :] = merged
+            held.append(jnp.where((end >> 7) > (at >> 7), a, merged))
+        return tuple(held)
+
+    def hold(at: jax.Array) -> tuple[Any, ...]:
+        return tuple(entries[pl.ds(at >> 7, 1), :] for entries in lists)
+
+    def let_go(at: jax.Array, held: tuple[Any, ...]) -> None:
+        for entries, row in zip(lists, held, strict=True):
+            entries[pl.ds(at >> 7, 1), :] = row
+
+    def ends(run: Any) -> tuple[jax.Array, jax.Array]:
+        """Where the part of a run begins and ends."""
+        start = starts[pl.ds(run, 1), :][0, 0]
+        return start >> _FIELD, (start >> _FIELD) + (start & ((1 << _FIELD) - 1))
+
+    def one_by_one(register: jax.Array) -> None:
+        """Runs that have more than 128 entries together."""
+        group, i = register // group_size, register % group_size
+        _, *turned = _turned(runs, packed, starts, register, group * part + i % part, i // part)
+        spare[:SUBLANES, :], spare[SUBLANES:, :] = turned
+
+        def one(run: jax.Array, carry: None) -> None:
+            at, end = ends(register * SUBLANES + run)
+            new = tuple(spare[pl.ds(run + i * SUBLANES, 1), :] for i in range(2))
+            let_go(end, put(at, end, new, hold(at)))
+
+        jax.lax.fori_loop(0, SUBLANES, one, None)
+
+    def several(index: jax.Array, begin: jax.Array) -> jax.Array:
+        first = index * size
+        at = [begin, *(ends((first + i) * SUBLANES)[0] for i in range(1, size)), ends((first + size) * SUBLANES - 1)[1]]
         longest = functools.reduce(jnp.maximum, [b - a for a, b in itertools.pairwise(at)])
-        arguments = [
-            (pl.multiple_of(word + i % part * SUBLANES, SUBLANES), i // part, pl.multiple_of(first + i * SUBLANES, 8))
-            for i in range(group_registers)
-        ]
-        end = tuple(entries[pl.ds(at[0] >> 7, 1), :] for entries in lists)
 
         @pl.when((longest > 0) & (longest <= LANES))
         def _sparse() -> None:
-            held = end
-            for i, place in enumerate(arguments):
-                is_entry, position, found = turned(*place)
-                rows = tuple(jnp.sum(jnp.where(is_entry, v, 0), axis=0, keepdims=True) for v in (position, found))
-                held = append(at[i], rows, held, at[i + 1] - at[i])
-            for entries, row in zip(lists, held, strict=True):
-                entries[pl.ds(at[-1] >> 7, 1), :] = row
+            held = hold(begin)
+            for i, (a, b) in enumerate(itertools.pairwise(at)):
+                held = put(a, b, tuple(row[pl.ds(first + i, 1), :] for row in rows), held)
+            let_go(at[-1], held)
 
         @pl.when(longest > LANES)
         def _dense() -> None:
-            for i, place in enumerate(arguments):
-                _, position, found = turned(*place)
-                spare[:SUBLANES, :], spare[SUBLANES : 2 * SUBLANES, :] = position, found
+            jax.lax.fori_loop(0, size, lambda i, _: one_by_one(first + i), None)
 
-                def one(run: jax.Array, carry: None, first: Any = place[2]) -> None:
-                    start = starts[pl.ds(first + run, 1), :][0, 0]
-                    here, length = start >> _FIELD, start & ((1 << _FIELD) - 1)
-                    rows = tuple(spare[pl.ds(run + part * SUBLANES, 1), :] for part in range(2))
-                    old = tuple(entries[pl.ds(here >> 7, 1), :] for entries in lists)
-                    held = append(here, rows, old, length)
-                    for entries, row in zip(lists, held, strict=True):
-                        entries[pl.ds((here + length) >> 7, 1), :] = row
+        return at[-1]
 
-                jax.lax.fori_loop(0, SUBLANES, one, None)
-
-    jax.lax.fori_loop(0, registers // group_registers, group, None)
+    jax.lax.fori_loop(0, registers // size * used, several, jnp.int32(0))

@@ -18,7 +18,7 @@ def image_of(scores: jax.Array) -> jax.Array:
     """int32 with the order of the float32 `scores`: zeros of both signs are one, NaN is minus infinity."""
     bits = jax.lax.bitcast_convert_type(scores, jnp.int32)
     image = jnp.where(bits < 0, LOWEST - bits, bits)
-    return jnp.where(scores != scores, NONE, image)  # noqa: PLR0124 (NaN, which isnan has no form of in kernels)
+    return jnp.where(scores != scores, NONE, image)
 
 
 def scores_of(image: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ Where it does not, the same search over all scores follows, and one for the posi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,7 +59,7 @@ def absorb(blocks: Blocks, load: Callable[[Any], jax.Array], chunk: jax.Array | 
             return _merged(best, values) if blocks.segment else best
 
         nothing = (jnp.full(_SHAPE, NONE, jnp.int32),) * blocks.kept if blocks.segment else ()
-        best = _unrolled(size // step, four, nothing, -(-blocks.unroll // step))
+        best = unrolled(size // step, four, nothing, -(-blocks.unroll // step))
         for i, values in enumerate(best):
             kept[register((chunk * (blocks.chunk_registers // size) + index) * blocks.kept + i), :] = values
 
@@ -78,8 +79,11 @@ def _merged(best: Sequence[jax.Array], values: Sequence[jax.Array]) -> tuple[jax
     return tuple(ordered(top, (0, 2), (1, 3), (0, 1), (2, 3)))
 
 
-def _unrolled(count: int, body: Callable[[Any, Any], Any], carry: Any, unroll: int) -> Any:
-    """`fori_loop` of a body that is written out so many times."""
+def unrolled(count: int, body: Callable[[Any, Any], Any], carry: Any, unroll: int, times: Any = 1) -> Any:
+    """`fori_loop` of a body over `count * times` numbers, several of which are written out; `times` may be traced."""
+    if isinstance(times, int):
+        count, times = count * times, 1
+    unroll = max(1, min(unroll, count))
     while count % unroll:
         unroll -= 1
 
@@ -88,24 +92,35 @@ def _unrolled(count: int, body: Callable[[Any, Any], Any], carry: Any, unroll: i
             carry = body(step * unroll + i, carry)
         return carry
 
-    if count == unroll:
+    if isinstance(times, int) and count == unroll:
         return several(jnp.int32(0), carry)
-    return jax.lax.fori_loop(0, count // unroll, several, carry)
+    return jax.lax.fori_loop(0, count // unroll * times, several, carry)
 
 
-def _totals(blocks: Blocks, registers: int, tests: Callable[[Any], Sequence[jax.Array]], count: int) -> list[jax.Array]:
+def _totals(
+    blocks: Blocks, registers: int, used: Any, tests: Callable[[Any], Sequence[jax.Array]], count: int
+) -> list[jax.Array]:
     """For each of `count` tests, float32 `[8, 128]`: in every place of a row how many of the row pass.
 
     Args:
+        registers: of a chunk.
+        used: chunks.
         tests: for the number of a register, whether each of its values passes.
     """
 
-    def add(index: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        return tuple(s + jnp.where(test, 1, 0) for s, test in zip(sums, tests(index), strict=True))
+    # A sum of its own for each of a few registers, so that no addition waits for the one before.
+    several = math.gcd(registers, min(blocks.unroll, 4))
 
-    sums = _unrolled(
-        registers, add, (jnp.zeros(_SHAPE, jnp.int32),) * count, blocks.unroll if count < 4 else -(-blocks.unroll // 2)
-    )
+    def add(index: jax.Array, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(
+            tuple(s + jnp.where(test, 1, 0) for s, test in zip(own, tests(index * several + i), strict=True))
+            for i, own in enumerate(sums)
+        )
+
+    zero = ((jnp.zeros(_SHAPE, jnp.int32),) * count,) * several
+    unroll = -(-blocks.unroll // (several * (1 if count < 4 else 2)))
+    found = unrolled(registers // several, add, zero, unroll, used)
+    sums = [sum(own[1:], own[0]) for own in zip(*found, strict=True)]
     return [_over_row(blocks, s.astype(jnp.float32), jnp.add, jnp.sum) for s in sums]
 
 
@@ -118,7 +133,7 @@ def _over_row(blocks: Blocks, values: jax.Array, pair: Any, all_lanes: Any) -> j
     return jnp.broadcast_to(all_lanes(values, axis=1, keepdims=True), _SHAPE)
 
 
-def _kth(blocks: Blocks, source: Any, registers: int, bits: int) -> jax.Array:
+def _kth(blocks: Blocks, source: Any, registers: int, used: Any, bits: int) -> jax.Array:
     """The largest threshold that `k` values reach, `[8, 128]`, found from its highest bits on."""
 
     def refine(step: jax.Array, found: jax.Array) -> jax.Array:
@@ -129,7 +144,7 @@ def _kth(blocks: Blocks, source: Any, registers: int, bits: int) -> jax.Array:
             values = source[register(index), :]
             return [values >= trial for trial in trials]
 
-        reached = [jnp.where(n >= blocks.k, 1, 0) for n in _totals(blocks, registers, tests, len(trials))]
+        reached = [jnp.where(n >= blocks.k, 1, 0) for n in _totals(blocks, registers, used, tests, len(trials))]
         return found + (sum(reached[1:], reached[0]) << shift)
 
     return jax.lax.fori_loop(0, 32 // bits, refine, jnp.full(_SHAPE, LOWEST, jnp.int32))
@@ -140,6 +155,7 @@ def find_edge(
     image: Any,
     kept: Any,
     edge: Any,
+    used: Any,
     *,
     position_of: Callable[[Any], jax.Array],
     position_bits: int,
@@ -150,28 +166,25 @@ def find_edge(
         image: all images; those at the threshold that are cut off become `NONE`.
         kept: the candidates.
         edge: int32 `[8, 128]`, gets the threshold: above `NONE`.
+        used: chunks that were taken in, the first ones: an int or traced.
         position_of: positions of one register's values.
         position_bits: that a position has.
 
     Returns:
         float32 `[8, 128]`: how many values of the row are at or above the threshold.
     """
-    candidates, registers = (kept, blocks.candidates) if blocks.segment else (image, blocks.registers)
-    edge[...] = jnp.maximum(_kth(blocks, candidates, registers, blocks.bits), NONE + 1)
+    candidates, registers = (kept, blocks.chunk_candidates) if blocks.segment else (image, blocks.chunk_registers)
+    edge[...] = jnp.maximum(_kth(blocks, candidates, registers, used, blocks.bits), NONE + 1)
 
-    def at_or_above() -> jax.Array:
-        bound = edge[...]
-        (count,) = _totals(blocks, blocks.registers, lambda i: [image[register(i), :] >= bound], 1)
-        return count
-
-    count = at_or_above()
+    reached = edge[...]
+    (count,) = _totals(blocks, blocks.chunk_registers, used, lambda i: [image[register(i), :] >= reached], 1)
 
     @pl.when(jnp.max(count) > blocks.k)
     def _cut() -> None:
         if blocks.segment:
-            edge[...] = jnp.maximum(_kth(blocks, image, blocks.registers, 1), NONE + 1)
+            edge[...] = jnp.maximum(_kth(blocks, image, blocks.chunk_registers, used, 1), NONE + 1)
         bound = edge[...]
-        (above,) = _totals(blocks, blocks.registers, lambda i: [image[register(i), :] > bound], 1)
+        (above,) = _totals(blocks, blocks.chunk_registers, used, lambda i: [image[register(i), :] > bound], 1)
         wanted = blocks.k - above
 
         def refine(step: jax.Array, before: jax.Array) -> jax.Array:
@@ -180,7 +193,7 @@ def find_edge(
             def tests(index: Any) -> list[jax.Array]:
                 return [(image[register(index), :] == bound) & (position_of(index) < trial)]
 
-            (ties,) = _totals(blocks, blocks.registers, tests, 1)
+            (ties,) = _totals(blocks, blocks.chunk_registers, used, tests, 1)
             return jnp.where(ties < wanted, trial, before)
 
         # The position of the last of the ties that are wanted: the largest with too few before it.
@@ -190,27 +203,29 @@ def find_edge(
             values = image[register(index), :]
             image[register(index), :] = jnp.where((values == bound) & (position_of(index) > last), NONE, values)
 
-        _unrolled(blocks.registers, cut, None, blocks.unroll)
+        unrolled(blocks.chunk_registers, cut, None, blocks.unroll, used)
 
     return jnp.minimum(count, float(blocks.k))
 
 
-def raise_edge(blocks: Blocks, image: Any, edge: Any) -> None:
+def raise_edge(blocks: Blocks, image: Any, edge: Any, used: Any) -> None:
     """After `find_edge`, makes the threshold of rows with `k` values the lowest of them, which it may be below."""
 
     @pl.when(jnp.min(edge[...].astype(jnp.float32)) <= float(NONE + 1))
     def _exactly() -> None:
-        edge[...] = jnp.maximum(_kth(blocks, image, blocks.registers, 1), NONE + 1)
+        edge[...] = jnp.maximum(_kth(blocks, image, blocks.chunk_registers, used, 1), NONE + 1)
 
 
-def last_position(blocks: Blocks, image: Any, edge: Any, position_of: Callable[[Any], jax.Array]) -> jax.Array:
+def last_position(
+    blocks: Blocks, image: Any, edge: Any, used: Any, position_of: Callable[[Any], jax.Array]
+) -> jax.Array:
     """The highest position at each row's threshold, int32 `[8, 128]`; -1 if there is none."""
     bound = edge[...]
 
     def highest(index: jax.Array, best: jax.Array) -> jax.Array:
         return jnp.maximum(best, jnp.where(image[register(index), :] == bound, position_of(index), -1))
 
-    best = _unrolled(blocks.registers, highest, jnp.full(_SHAPE, -1, jnp.int32), blocks.unroll)
+    best = unrolled(blocks.chunk_registers, highest, jnp.full(_SHAPE, -1, jnp.int32), blocks.unroll, used)
     # Sums and maxima over lanes are those of float32, which holds a position in two parts.
     high = _over_row(blocks, (best >> 16).astype(jnp.float32), jnp.maximum, jnp.max).astype(jnp.int32)
     low = jnp.where((best >> 16) == high, best & 0xFFFF, -1).astype(jnp.float32)

@@ -169,35 +169,36 @@ class _Rows:
 
     def find_edge(self, image: Any, kept: Any, edge: Any, positions: Any = None) -> jax.Array:
         """See `threshold.find_edge`; positions are those in the row if none are given."""
-        bits = max(1, (self.blocks.positions - 1).bit_length())
-        of = self.position if positions is None else lambda i: positions[threshold.register(i), :]
-        return threshold.find_edge(
-            self.blocks, image, kept, edge, position_of=of, position_bits=bits if positions is None else 31
-        )
+        bits = 31
+        of = lambda i: positions[threshold.register(i), :]  # noqa: E731
+        if positions is None:
+            of, bits = self.position, (self.blocks.positions - 1).bit_length()
+        return threshold.find_edge(self.blocks, image, kept, edge, self.grid[2], position_of=of, position_bits=bits)
 
 
 def _is_last_chunk() -> jax.Array:
     return pl.program_id(2) == pl.num_programs(2) - 1
 
 
-def _list_kernel(scores, indices, values, image, kept, edge, *scratch, rows: _Rows):  # noqa: ANN001, ANN202
+def _list_kernel(scores, indices, values, image, kept, edge, *scratch, rows: _Rows):  # noqa: ANN001, ANN002, ANN202
     """Lists of the rows of one block, at its last chunk."""
     rows.absorb(scores, image, kept)
 
     @pl.when(_is_last_chunk())
     def _() -> None:
-        write_best(rows.blocks, rows.find_edge(image, kept, edge), image, edge, indices, values, scratch)
+        count = rows.find_edge(image, kept, edge)
+        write_best(rows.blocks, count, image, edge, rows.grid[2], indices, values, scratch)
 
 
 def write_best(
-    blocks: Blocks, count: jax.Array, image: Any, edge: Any, indices: Any, values: Any, scratch: Any
+    blocks: Blocks, count: jax.Array, image: Any, edge: Any, used: Any, indices: Any, values: Any, scratch: Any
 ) -> None:
     """The lists of rows of which so many are at or above the threshold; cheap where there is nothing in any."""
     most = jnp.max(count)
 
     @pl.when(most > 0)
     def _() -> None:
-        compact.write_lists(blocks, image, edge, indices, values, scratch)
+        compact.write_lists(blocks, image, edge, used, indices, values, scratch)
 
     @pl.when(most == 0)
     def _() -> None:
@@ -221,7 +222,7 @@ def _last_kernel(*refs, rows: _Rows, listed: bool):  # noqa: ANN002, ANN202
     @pl.when(_is_last_chunk())
     def _() -> None:
         enough = rows.find_edge(image, kept, edge, positions) >= rows.blocks.k
-        threshold.raise_edge(rows.blocks, image, edge)
+        threshold.raise_edge(rows.blocks, image, edge, rows.grid[2])
         of = rows.position if positions is None else lambda i: positions[threshold.register(i), :]
         score[...] = jnp.where(enough, scores_of(edge[...]), -jnp.inf)
-        position[...] = threshold.last_position(rows.blocks, image, edge, of)
+        position[...] = threshold.last_position(rows.blocks, image, edge, rows.grid[2], of)
