@@ -120,7 +120,7 @@ class Plan:
         hbm_bytes: moved to and from HBM.
         floors: of the time of a step, the longest first.
         tokens_per_second_per_device: at the longest floor.
-        kernels: custom calls by name, with how often they run.
+        kernels: custom calls by name: how often they run, and the operations and bytes that they state, all together.
         warnings: sentences.
         seconds: of lowering and compiling, here.
         refusal: what the compiler said where it does not fit.
@@ -293,7 +293,10 @@ def compile_plan(asked: Request) -> Plan:
         hbm_bytes=float(program.hbm_bytes),
         floors=floors,
         tokens_per_second_per_device=asked.tokens / longest / asked.layout.devices if longest else None,
-        kernels=[{"name": k.name, "executed": k.executed, "flops": k.flops} for k in program.kernels],
+        kernels=[
+            {"name": k.name, "executed": k.executed, "flops": k.flops, "hbm_bytes": k.hbm_bytes}
+            for k in program.kernels
+        ],
         warnings=_warnings(own, compiled),
         seconds={"lower": compiled.lower_seconds, "compile": compiled.compile_seconds},
         refusal=compiled.refusal,

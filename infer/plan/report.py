@@ -29,8 +29,8 @@ def show(console: Console, plan: Plan) -> None:
     if plan.floors:
         console.print(_floors(plan))
         console.print(_binding(plan), soft_wrap=True)
-    for kernel in plan.kernels:
-        console.print(f"kernel {kernel['name']}, {kernel['executed']:,.0f} times", soft_wrap=True)
+    if plan.kernels:
+        console.print(_kernels(plan))
     for warning in plan.warnings:
         console.print(f"note: {warning}", style="yellow", markup=False, soft_wrap=True)
     if plan.seconds:
@@ -87,6 +87,18 @@ def _collectives(plan: Plan) -> Table:
         axes = ", ".join(row["axes"]) or "?"
         times = f"{row['executed']:,.0f}", f"{row['overlapped']:,.0f}"
         table.add_row(row["kind"], axes, row["network"].upper(), f"{row['bytes'] / 1e6:,.1f}", *times)
+    return table
+
+
+def _kernels(plan: Plan) -> Table:
+    """What kernels state of themselves; a custom call of the compiler's own states nothing."""
+    table = _table("kernels", "times", "GFLOP", "MB moved")
+    for kernel in plan.kernels:
+        stated = [
+            "-" if value is None else f"{value / unit:,.1f}"
+            for value, unit in ((kernel["flops"], 1e9), (kernel["hbm_bytes"], 1e6))
+        ]
+        table.add_row(kernel["name"], f"{kernel['executed']:,.0f}", *stated)
     return table
 
 
