@@ -9,7 +9,11 @@ from glm52_jax.kernels.experts.cpu import routed_experts_sorted
 from glm52_jax.kernels.experts.reference import routed_experts_reference
 from glm52_jax.quant import Weight
 
-_FORMS = {"reference": routed_experts_reference, "cpu": routed_experts_sorted}
+_FORMS = {
+    "reference": routed_experts_reference,
+    "cpu": routed_experts_sorted,
+    "tpu": "glm52_jax.kernels.experts.tpu:routed_experts",
+}
 
 
 def routed_experts(

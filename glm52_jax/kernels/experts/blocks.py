@@ -25,6 +25,10 @@ MOST_TOKENS = 4096
 """Of the kernels for many, whose blocks of the result hold them all."""
 
 
+MOST_BACK = 1024
+"""Of one part of the gradients, which hold every row that there could be."""
+
+
 def few(target: Target, tokens: int, gate_up: Weight, down: Weight) -> int:
     """Columns of the width in one step of `few`."""
     width = values_of(gate_up).shape[-2]
@@ -99,4 +103,13 @@ def product_cost(rows: int, experts: int, weight: Weight) -> pl.CostEstimate:
     out, inner = size // values.shape[-1], values.shape[-1]
     return pl.CostEstimate(
         flops=2 * rows * size, bytes_accessed=experts * stored + 2 * rows * (inner + out), transcendentals=0
+    )
+
+
+def plain_cost(rows: int, out: int, inner: int, experts: int) -> pl.CostEstimate:
+    """Of the product of rows with, or for, plain matrices `[out, in]` of two bytes."""
+    return pl.CostEstimate(
+        flops=2 * rows * out * inner,
+        bytes_accessed=2 * experts * out * inner + rows * (2 * inner + 4 * out),
+        transcendentals=0,
     )

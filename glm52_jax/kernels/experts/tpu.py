@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.experts import blocks
 from glm52_jax.kernels.experts.few import routed_experts_few
+from glm52_jax.kernels.experts.gradients import gradients
 from glm52_jax.kernels.experts.grouped import routed_experts_grouped
-from glm52_jax.quant import Weight
+from glm52_jax.primitives import take
+from glm52_jax.quant import BlockQuantized, Weight
+
+_Residuals = tuple[jax.Array, jax.Array, jax.Array, Weight, Weight, jax.Array]
 
 
 def routed_experts(
@@ -22,20 +30,84 @@ def routed_experts(
     *,
     target: Target,
 ) -> jax.Array:
-    """See `api.routed_experts`."""
+    """See `api.routed_experts`. It has gradients of everything but codes and their scales."""
+    return _routed(target, x, experts, gates, gate_up, down, jnp.asarray(layer, jnp.int32))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _routed(
+    target: Target,
+    x: jax.Array,
+    experts: jax.Array,
+    gates: jax.Array,
+    gate_up: Weight,
+    down: Weight,
+    layer: jax.Array,
+) -> jax.Array:
     tokens = x.shape[0]
-    # More tokens than a block of the result has room for are taken a part at a time.
-    parts = -(-tokens // blocks.MOST_TOKENS)
-    size = -(-tokens // (parts * blocks.TOKENS)) * blocks.TOKENS
-    short = parts * size - tokens
-    x, experts, gates = (
-        jnp.pad(array, ((0, short), (0, 0)), constant_values=fill).reshape(parts, size, -1)
-        for array, fill in ((x, 0), (experts, -1), (gates, 0))
-    )
-    compute = routed_experts_few if size <= blocks.FEW else routed_experts_grouped
+    x, experts, gates = _parts(blocks.MOST_TOKENS, x, experts, gates)
+    compute = routed_experts_few if x.shape[1] <= blocks.FEW else routed_experts_grouped
 
     def one(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         return compute(*part, gate_up, down, layer, target=target)
 
-    out = one((x[0], experts[0], gates[0])) if parts == 1 else jax.lax.map(one, (x, experts, gates))
-    return out.reshape(parts * size, -1)[:tokens]
+    out = one((x[0], experts[0], gates[0])) if x.shape[0] == 1 else jax.lax.map(one, (x, experts, gates))
+    return out.reshape(-1, out.shape[-1])[:tokens]
+
+
+def _parts(most: int, x: jax.Array, experts: jax.Array, gates: jax.Array, *more: jax.Array) -> tuple[jax.Array, ...]:
+    """Tokens in equal parts of at most so many, padded to what the units take: `[parts, tokens, ...]`."""
+    tokens = x.shape[0]
+    parts = -(-tokens // most)
+    size = -(-tokens // (parts * blocks.TOKENS)) * blocks.TOKENS
+    filled = ((x, 0), (experts, -1), (gates, 0), *((array, 0) for array in more))
+    return tuple(
+        jnp.pad(array, ((0, parts * size - tokens), (0, 0)), constant_values=fill).reshape(parts, size, -1)
+        for array, fill in filled
+    )
+
+
+def _forward(target: Target, *operands: Any) -> tuple[jax.Array, _Residuals]:
+    return _routed(target, *operands), operands
+
+
+def _backward(target: Target, kept: _Residuals, cotangent: jax.Array) -> tuple[Any, ...]:
+    x, experts, gates, gate_up, down, layer = kept
+    tokens = x.shape[0]
+    # The transposed products know no codes: one layer's weights are made plain for them.
+    (plain_gate_up, own), (plain_down, _) = _plain(gate_up, layer, x.dtype), _plain(down, layer, x.dtype)
+    one = functools.partial(gradients, target)
+
+    def add(total: tuple[jax.Array, jax.Array], part: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+        got = one(*part[:3], plain_gate_up, plain_down, own.reshape(1), part[3])
+        return (total[0] + got.gate_up, total[1] + got.down), (got.x, got.gates)
+
+    start = tuple(jnp.zeros(weight.shape[1:], jnp.float32) for weight in (plain_gate_up, plain_down))
+    (of_gate_up, of_down), (of_x, of_gates) = jax.lax.scan(
+        add, start, _parts(blocks.MOST_BACK, x, experts, gates, cotangent)
+    )
+    return (
+        of_x.reshape(-1, x.shape[1])[:tokens],
+        None,
+        of_gates.reshape(-1, gates.shape[1])[:tokens],
+        _in_stack(gate_up, of_gate_up, layer),
+        _in_stack(down, of_down, layer),
+        None,
+    )
+
+
+def _plain(weight: Weight, layer: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """A plain stack, and the layer's number in it."""
+    if isinstance(weight, BlockQuantized):
+        weight = dataclasses.replace(take(weight, layer), view=weight.codes.shape[-2:], row_dims=1)
+        return weight.dequantize(dtype)[None], jnp.zeros_like(layer)
+    return weight, layer
+
+
+def _in_stack(weight: Weight, gradient: jax.Array, layer: jax.Array) -> jax.Array | None:
+    if isinstance(weight, BlockQuantized):
+        return None
+    return jnp.zeros_like(weight).at[layer].set(gradient.astype(weight.dtype))
+
+
+_routed.defvjp(_forward, _backward)
