@@ -8,7 +8,11 @@ from glm52_jax.kernels import form
 from glm52_jax.kernels.masked_attention.cpu import masked_attention_blocked
 from glm52_jax.kernels.masked_attention.reference import masked_attention_reference
 
-_FORMS = {"reference": masked_attention_reference, "cpu": masked_attention_blocked}
+_FORMS = {
+    "reference": masked_attention_reference,
+    "cpu": masked_attention_blocked,
+    "tpu": "glm52_jax.kernels.masked_attention.tpu:masked_attention_tpu",
+}
 
 
 def masked_attention(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 LOWEST = -1e30  # of a maximum: finite, so that the difference of two is
 WORD = 32
-_LOG2_E = math.log2(math.e)
+LOG2_E = math.log2(math.e)
 _SLOT, _STARTED, _COUNTS = 0, 1, 2  # places in the kernel's state
 
 
@@ -85,7 +85,7 @@ def kernel(plan: Plan, scale: float, layer: Any, lengths: Any, table: Any, live:
 
     state[_STARTED] = jnp.where(count > 0, following > 0, 0).astype(jnp.int32)
     _begin(plan, queries, scratch)
-    factor = scale * _LOG2_E * layer_scale[0]
+    factor = scale * LOG2_E * layer_scale[0]
 
     def block(number: jax.Array, carry: int) -> int:
         slot = state[_SLOT]
@@ -106,7 +106,7 @@ def kernel(plan: Plan, scale: float, layer: Any, lengths: Any, table: Any, live:
     some = total > 0
     safe = jnp.where(some, total, 1.0)
     out[...] = (scratch.out[...] * (layer_scale[0] / safe)).astype(out.dtype)
-    lse[...] = jnp.where(some, (top + jnp.log2(safe)) / _LOG2_E, -jnp.inf)
+    lse[...] = jnp.where(some, (top + jnp.log2(safe)) / LOG2_E, -jnp.inf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,34 +279,34 @@ def _compute(plan: Plan, factor: Any, rows: Any, scratch: Scratch) -> None:
     """
     parts = [
         _Part(plan, factor, rows, scratch, (first, min(plan.product, plan.tile - first)), slice(start, stop))
-        for start, stop in _cuts(plan.keys, plan.chunk)
+        for start, stop in cuts(plan.keys, plan.chunk)
         for first in range(0, plan.tile, plan.product)
     ]
-    _mix(parts[0].score_steps())
+    mix(parts[0].score_steps())
     for before, part, after in zip([None, *parts], parts, [*parts[1:], None], strict=False):
         products = [*(after.score_steps() if after else []), *(before.average_steps() if before else [])]
-        _mix(products, part.weight_steps())
-    _mix(parts[-1].average_steps())
+        mix(products, part.weight_steps())
+    mix(parts[-1].average_steps())
 
 
-def _cuts(size: int, width: int) -> list[tuple[int, int]]:
+def cuts(size: int, width: int) -> list[tuple[int, int]]:
     return [(start, min(start + width, size)) for start in range(0, size, width)]
 
 
-def _spread(column: jax.Array, width: int) -> jax.Array:
+def spread(column: jax.Array, width: int) -> jax.Array:
     """A column that fills all lanes, over any width; without a permutation where that is whole lanes."""
     if width % LANES:
         return jnp.broadcast_to(column[:, :1], (column.shape[0], width))
     return jnp.concatenate([column] * (width // LANES), axis=1)
 
 
-def _sum_to_lanes(values: jax.Array) -> jax.Array:
+def sum_to_lanes(values: jax.Array) -> jax.Array:
     """Sums over columns that are whole lanes apart; the lanes themselves are added up at the end."""
     padded = jnp.pad(values, ((0, 0), (0, -values.shape[1] % LANES)))
     return sum(padded[:, start : start + LANES] for start in range(LANES, padded.shape[1], LANES)) + padded[:, :LANES]
 
 
-def _mix(*lists: list[Any]) -> None:
+def mix(*lists: list[Any]) -> None:
     """Runs the steps of several lists, spread evenly over each other."""
     places = [((number + 1) / len(steps), step) for steps in lists for number, step in enumerate(steps)]
     for _, step in sorted(places, key=lambda place: place[0]):
@@ -328,14 +328,16 @@ class _Part:
         self.shrink: list[jax.Array] = []
 
     def score_steps(self) -> list[Any]:
-        cuts = _cuts(self.keys.stop - self.keys.start, self.plan.columns)
-        return [functools.partial(self._score, self.keys.start + start, self.keys.start + stop) for start, stop in cuts]
+        places = cuts(self.keys.stop - self.keys.start, self.plan.columns)
+        return [
+            functools.partial(self._score, self.keys.start + start, self.keys.start + stop) for start, stop in places
+        ]
 
     def weight_steps(self) -> list[Any]:
         return [functools.partial(self._weigh, query) for query in range(self.count)]
 
     def average_steps(self) -> list[Any]:
-        return [functools.partial(self._average, *cut) for cut in _cuts(self.plan.rows.values, self.plan.columns)]
+        return [functools.partial(self._average, *cut) for cut in cuts(self.plan.rows.values, self.plan.columns)]
 
     def _score(self, start: int, stop: int) -> None:
         self.scores.append(
@@ -358,10 +360,10 @@ class _Part:
         masked = jnp.where(seen, scores * self.factor, -jnp.inf)
         old = scratch.top[at]
         top = jnp.maximum(old, jnp.max(masked, axis=1, keepdims=True))
-        weight = jnp.exp2(masked - _spread(top, masked.shape[1]))
+        weight = jnp.exp2(masked - spread(top, masked.shape[1]))
         shrink = jnp.exp2(old - top)
         scratch.top[at] = top
-        scratch.total[at] = scratch.total[at] * shrink + _sum_to_lanes(weight)
+        scratch.total[at] = scratch.total[at] * shrink + sum_to_lanes(weight)
         self.weights.append(weight.astype(self.plan.dtype))
         self.shrink.append(shrink)
 
@@ -373,6 +375,6 @@ class _Part:
             precision=self.precision,
             preferred_element_type=jnp.float32,
         )
-        shrink = _spread(jnp.concatenate(self.shrink), stop - start)
+        shrink = spread(jnp.concatenate(self.shrink), stop - start)
         out = self.scratch.out
         out[self.tall, start:stop] = out[self.tall, start:stop] * shrink + product
