@@ -1,0 +1,121 @@
+"""The benchmark of the kernels: floors, the store of figures, tables, and what the grid calls a fault."""
+
+import dataclasses
+import types
+
+import pytest
+
+from benchmarks import kernels
+from benchmarks.kernels import catalogue, grid, measure, table
+from benchmarks.kernels.case import OURS, Built, Case
+from benchmarks.kernels.catalogue import SWEEP, Entry
+from benchmarks.kernels.figures import BYTES, COPIES, FLOPS, Figures
+from benchmarks.kernels.store import Store
+from benchmarks.kernels.work import Job
+from sharding.chips import CHIPS
+from sharding.errors import InputError
+
+
+def _refuses(chip):
+    raise ValueError(f"no form for {chip}\nand much more")
+
+
+CASE = Case("op", "decode b8 128k", OURS, _refuses, hbm_bytes=2765e3, flops=459e6, copies=1000)
+MADE = Figures("op", "decode b8 128k", OURS, "v5p", measured=True, digest="one", compile_s=1.5, floors={BYTES: 1e-6})
+MADE = dataclasses.replace(MADE, estimates={"ideal": 1.2e-6, "cal": 2e-6}, around_s=0.3e-6, bundles=2100)
+
+
+def test_floors_are_of_all_cores_of_a_device():
+    found = measure.floors(CASE, "v5p")
+    assert found[BYTES] == pytest.approx(1e-6)
+    assert found[FLOPS] == pytest.approx(1e-6)
+    assert found[COPIES] == pytest.approx(1000 * 8 / 1.75e9 / 2)
+    assert measure.floors(dataclasses.replace(CASE, dtype="f32x6"), "v5p")[FLOPS] == pytest.approx(6e-6)
+    assert list(measure.floors(dataclasses.replace(CASE, flops=0, copies=0), "v6e")) == [BYTES]
+    assert dataclasses.replace(MADE, floors=found).binds == COPIES
+
+
+def test_a_case_that_does_not_compile_says_why_in_one_sentence():
+    assert measure.compiled(CASE, "v6e").refusal == "no form for v6e"
+    error = RuntimeError("INTERNAL: Mosaic failed to compile TPU kernel: Unsupported shape\n\nAt:\n  x.py")
+    assert measure.one_sentence(error) == "RuntimeError: Mosaic failed to compile TPU kernel: Unsupported shape"
+
+
+def test_an_interrupted_run_finds_its_figures_again(tmp_path):
+    path = tmp_path / "figures.json"
+    Store(path).put(MADE)
+    refused = dataclasses.replace(MADE, chip="v6e", refusal="no", copies=("copy",))
+    Store(path).put(refused)
+    again = Store(path)
+    assert again.get(MADE.key, "one") == MADE
+    assert again.get(refused.key, "one") == refused
+    assert again.get(MADE.key, "two") is None
+    assert again.get(dataclasses.replace(MADE, measured=False).key, "one") is None
+    keeping = Store(path, keep=True)
+    assert keeping.get(MADE.key, "two") == MADE
+    assert keeping.get(refused.key, "two") is None
+    path.write_text("{}x")
+    with pytest.raises(InputError, match="holds no figures"):
+        Store(path)
+
+
+def test_peers_follow_ours_with_their_ratio():
+    peer = dataclasses.replace(MADE, form="xla", estimates={"ideal": 3e-6}, around_s=0.0, bundles=0, notes=("a | b",))
+    refused = Figures("op", "decode b8 128k", "other", "v5p", measured=True, refusal="it does not fit")
+    (sheet,) = table.measured([peer, refused, MADE])
+    assert [row[2] for row in sheet.rows] == [OURS, "xla", "other"]
+    cells = [dict(zip(sheet.columns, row, strict=True)) for row in sheet.rows]
+    assert (cells[0]["ideal us"], cells[0]["ratio"], cells[0]["around us"]) == ("1.20", "1.20", "0.300")
+    assert cells[1]["to ours"] == "2.00"
+    assert cells[2]["notes"] == "refused: it does not fit"
+    lines = table.as_markdown(sheet).splitlines()
+    assert len({line.replace("\\|", "").count("|") for line in lines[2:7] if line}) == 1
+
+
+def test_a_sweep_names_the_fastest_blocks():
+    slow = dataclasses.replace(MADE, blocks="256", estimates={"ideal": 2e-6})
+    refused = Figures("op", MADE.shape, OURS, "v5p", blocks="512", refusal="VMEM")
+    tried, best = table.sweep([slow, dataclasses.replace(MADE, blocks="128"), refused])
+    assert [row[2] for row in tried.rows] == ["128", "256", "512"]
+    assert best.rows == (("op, decode b8 128k", "v5p", "128", "1.20", "1.20"),)
+
+
+def test_the_grid_fails_for_refusals_and_large_copies_of_ours():
+    copied = dataclasses.replace(MADE, copied=3 << 20, copies=("copy bf16[9] 3 MiB",))
+    refused = dataclasses.replace(MADE, chip="v6e", refusal="no")
+    assert grid.fault(MADE) == ""
+    assert grid.fault(dataclasses.replace(MADE, copied=1 << 20, copies=("copy",))) == ""
+    assert grid.fault(copied) == "copies 3 MiB: copy bf16[9] 3 MiB"
+    assert grid.fault(refused) == "does not compile: no"
+    assert grid.fault(dataclasses.replace(refused, form="xla")) == ""
+    made, wrong = grid.sheets([copied, refused], ["v5p", "v6e", "v5e"])
+    assert made.rows == (("op", "decode b8 128k", OURS, "1.5 s, copies 3 MiB", "refused", "-"),)
+    assert len(wrong.rows) == 2
+
+
+def test_cases_are_found_by_what_modules_define(monkeypatch):
+    module = types.ModuleType("op")
+    module.cases = lambda: [CASE, dataclasses.replace(CASE, form="xla", measured=False)]
+    module.sweep = lambda: [("rows 8", CASE)]
+    monkeypatch.setattr(catalogue.importlib, "import_module", lambda name: module)
+    assert {"measure", "case", "__main__"}.isdisjoint(catalogue.modules())
+    found = catalogue.entries("op")
+    assert [entry.number for entry in found] == [0, 1]
+    assert catalogue.entries("op", SWEEP) == [Entry("op", SWEEP, 0, CASE, "rows 8")]
+    assert len(catalogue.selected(found)) == len(CHIPS)
+    assert len(catalogue.selected(found, measured=False)) == 2 * len(CHIPS)
+    assert catalogue.selected(found, shape="b64") == []
+    assert catalogue.selected(found, chips=["v6e"]) == [(found[0], "v6e")]
+    named = Job(found[0], "v6e", measure=True).refused("late")
+    assert (named.key, named.refusal) == (f"op | decode b8 128k | {OURS} | v6e", "late")
+
+
+def test_every_module_is_about_one_operation_and_names_each_case_once():
+    for module in catalogue.modules():
+        found = [entry.case for entry in catalogue.entries(module)]
+        names = [(case.op, case.shape, case.form, chip) for case in found for chip in case.chips]
+        assert len(names) == len(set(names)), module
+        assert set().union(*(case.chips for case in found)) <= set(CHIPS)
+        assert all(isinstance(case.hbm_bytes, (int, float)) and callable(case.build) for case in found)
+    assert kernels.__path__
+    assert Built(len, ()).donate == ()
