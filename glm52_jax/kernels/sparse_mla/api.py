@@ -9,7 +9,7 @@ from glm52_jax.kernels.sparse_mla.reference import sparse_mla_reference
 from glm52_jax.row_formats import RowStack
 from glm52_jax.selection import Selection
 
-_FORMS = {"reference": sparse_mla_reference}
+_FORMS = {"reference": sparse_mla_reference, "tpu": "glm52_jax.kernels.sparse_mla.tpu:sparse_mla"}
 
 
 def sparse_mla(

@@ -1,0 +1,65 @@
+"""Latent rows as they are stored, for kernels that copy them themselves: their parts, and rows of the parts' values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from glm52_jax.row_formats import LaneRows, PackedRows, PlainRows, RowStack, TensorRows
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredRows:
+    """How a kernel reads a stack.
+
+    Attributes:
+        width: of the rows that `decode` makes, at least that of the rows of the format; what is beyond is any number.
+        decode: rows `[n, width]` in the type of the queries, from the values of each part.
+        scale: float32 factor that the decoded rows still lack; 1 for most formats.
+    """
+
+    width: int
+    decode: Callable[[Sequence[jax.Array]], jax.Array]
+    scale: jax.Array | float = 1.0
+
+
+def stored_rows(stack: RowStack, layer: jax.Array | int, dtype: Any) -> tuple[list[jax.Array], StoredRows] | None:
+    """The parts of a stack and how to read one layer of it; None for a format that is none of TPUs.
+
+    Args:
+        dtype: of the queries.
+    """
+    if not isinstance(stack, PackedRows):
+        return [stack], StoredRows(stack.shape[-1], lambda parts: parts[0].astype(dtype))
+    form = stack.format
+    if isinstance(form, PlainRows):
+        values = stack.parts["values"]
+        return [values], StoredRows(values.shape[-1], lambda parts: parts[0].astype(dtype))
+    if isinstance(form, TensorRows):
+        codes = stack.parts["codes"]
+        scale = jnp.asarray(form.scales, jnp.float32)[layer]
+        return [codes], StoredRows(codes.shape[-1], lambda parts: _floats(parts[0]).astype(dtype), scale)
+    if isinstance(form, LaneRows):
+        tail = stack.parts["tail"]
+        width = form.coded + tail.shape[-1]
+        return [stack.parts["codes"], tail], StoredRows(width, lambda parts: _lane_rows(form, parts, dtype))
+    return None
+
+
+def _lane_rows(form: LaneRows, parts: Sequence[jax.Array], dtype: Any) -> jax.Array:
+    """Codes times the scales of their groups, exact since those are powers of two; the tail as it is behind them."""
+    codes, tail = _floats(parts[0]), parts[1].astype(jnp.float32)
+    pieces = []
+    for number, start in enumerate(range(0, form.coded, form.group)):
+        place = form.plain + number
+        group = codes[:, start : min(start + form.group, form.coded)]
+        pieces.append((group * tail[:, place : place + 1]).astype(dtype))
+    return jnp.concatenate([*pieces, parts[1].astype(dtype)], axis=1)
+
+
+def _floats(codes: jax.Array) -> jax.Array:
+    return codes.astype(jnp.float32)

@@ -1,0 +1,154 @@
+"""Sparse attention on TPUs: gathers the selected rows, or reads the context densely under a mask."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from glm52_jax.kernels import Target
+from glm52_jax.kernels.pallas import LANES
+from glm52_jax.kernels.sparse_mla import blocks
+from glm52_jax.kernels.sparse_mla.dense import dense_mla
+from glm52_jax.kernels.sparse_mla.gather import Gather, Part, attend
+from glm52_jax.kernels.sparse_mla.reference import sparse_mla_reference
+from glm52_jax.kernels.sparse_mla.stored_rows import StoredRows, stored_rows
+from glm52_jax.row_formats import RowStack
+from glm52_jax.selection import Selection, plan_units, single_units
+
+_INTERPRETED_LANES = 8  # numbers that go together where nothing is laid out in lanes, and short lists are tested
+
+
+def sparse_mla(
+    queries: jax.Array,
+    latent: RowStack,
+    layer: jax.Array | int,
+    page_table: jax.Array,
+    positions: jax.Array,
+    selection: Selection,
+    scale: float,
+    kv_lora_rank: int,
+    *,
+    target: Target,
+    form: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.sparse_mla`.
+
+    Args:
+        form: of a selection that is a list, one of `blocks.FORMS`; the fastest when None.
+    """
+    if selection.indices is None:
+        assert selection.mask is not None
+        mask = selection.mask
+        return dense_mla(queries, latent, layer, page_table, positions, mask, scale, kv_lora_rank, target=target)
+    found = stored_rows(latent, layer, queries.dtype)
+    capacity = page_table.shape[1] * (found[0][0].shape[2] if found else 1)
+    if found is None or (found[0][0].shape[2] % blocks.BLOCK_ROWS and not target.interpret):
+        # Formats and page sizes that no cache on a TPU has.
+        return sparse_mla_reference(queries, latent, layer, page_table, positions, selection, scale, kv_lora_rank)
+    stack, stored = found
+    expected = min(selection.indices.shape[-1], capacity)
+    form = form or blocks.choose_form(target.chip, queries.shape[1], expected, capacity, blocks.RowShape.of(stack))
+    if form == "dense":
+        mask = selection.as_mask(capacity)
+        return dense_mla(queries, latent, layer, page_table, positions, mask, scale, kv_lora_rank, target=target)
+    page_size = stack[0].shape[2]
+    packs = [_pack(array, page_size, target) for array in stack]
+    unit = max(packs)
+    if form == "blocks" and page_size % blocks.BLOCK_ROWS == 0:
+        unit = blocks.BLOCK_ROWS
+    parts = tuple(Part(a.dtype, a.shape[-1], pack, unit) for a, pack in zip(stack, packs, strict=True))
+    tables = _tables(page_table, layer, stack[0].shape[1], page_size // unit)
+    return _gathered(
+        queries, stack, stored, parts, tables, positions, selection, scale, kv_lora_rank, page_size, target
+    )
+
+
+def _gathered(
+    queries: jax.Array,
+    stack: list[jax.Array],
+    stored: StoredRows,
+    parts: tuple[Part, ...],
+    tables: jax.Array,
+    positions: jax.Array,
+    selection: Selection,
+    scale: float,
+    kv_lora_rank: int,
+    page_size: int,
+    target: Target,
+) -> tuple[jax.Array, jax.Array]:
+    """`sparse_mla` by gathering units of rows, with everything padded to what the kernel takes."""
+    batch, tokens, heads, width = queries.shape
+    unit, count = parts[0].unit, batch * tokens
+    assert selection.indices is not None
+    selected = selection.indices.shape[-1]
+    entries = _entries(selection, unit)
+    lanes = _INTERPRETED_LANES if target.interpret else LANES
+    chunk = blocks.choose(target.chip, unit, len(parts), entries.shape[-1], lanes).chunk
+    per_core = -(-count // target.chip.cores_per_device)
+    more = target.chip.cores_per_device * per_core - count
+    room = -(-entries.shape[-1] // (2 * chunk)) * 2 * chunk
+    plan = Gather(
+        parts=parts,
+        unit=unit,
+        page_units=page_size // unit,
+        chunk=chunk,
+        entries=room,
+        pages=tables.shape[-1],
+        tokens=tokens,
+        per_core=per_core,
+        rank=kv_lora_rank,
+        lanes=lanes,
+        straight=not target.interpret,
+    )
+    entries = jnp.where(positions[..., None] >= 0, entries, 0).reshape(count, -1)
+    entries = jnp.pad(entries, ((0, more), (0, room - entries.shape[1])))
+    factor = jnp.asarray(stored.scale, jnp.float32)
+    queries = queries.reshape(count, heads, width)
+    queries = jnp.pad(queries, ((0, more), (0, -heads % blocks.HEADS), (0, stored.width - width)))
+    out, lse = attend(
+        plan,
+        queries,
+        [array.reshape(-1, array.shape[-1]) for array in stack],
+        tables,
+        entries,
+        jnp.max(jnp.where(entries > 0, jnp.arange(1, room + 1, dtype=jnp.int32), 0), axis=1),
+        stored.decode,
+        jnp.stack([scale * factor, factor]),
+        target=target,
+        cost=blocks.cost(
+            count,
+            heads,
+            selected,
+            width,
+            kv_lora_rank,
+            blocks.RowShape.of(stack).row_bytes,
+            queries.dtype.itemsize,
+        ),
+    )
+    out = out[:count, :heads].reshape(batch, tokens, heads, kv_lora_rank)
+    return out, lse[:count, 0, :heads].reshape(batch, tokens, heads)
+
+
+def _entries(selection: Selection, unit: int) -> jax.Array:
+    """The selection's list of units, or one made of its positions."""
+    assert selection.indices is not None
+    if selection.units is not None and selection.unit == unit:
+        return selection.units
+    if unit == blocks.BLOCK_ROWS:
+        return plan_units(selection.indices, unit)
+    # A few rows that are neighbours are copied twice; to find them would take longer.
+    return single_units(selection.indices, unit)
+
+
+def _pack(array: jax.Array, page_size: int, target: Target) -> int:
+    """Rows that share the words that are copied."""
+    pack = 4 // array.dtype.itemsize
+    # The interpreter that looks for races has no words in place of values.
+    return 1 if page_size % pack or target.interpret == "races" else pack
+
+
+def _tables(page_table: jax.Array, layer: jax.Array | int, pages: int, units: int) -> jax.Array:
+    """int32 `[batch, 1, pages]`: what to add to a unit's number in the sequence for that in the whole stack."""
+    first = (jnp.clip(page_table, 0, pages - 1) + layer * pages) * units
+    table = first - jnp.arange(page_table.shape[1], dtype=jnp.int32) * units
+    return jnp.pad(table, ((0, 0), (0, -table.shape[1] % LANES)))[:, None]
