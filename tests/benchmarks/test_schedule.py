@@ -225,7 +225,7 @@ for chip in ("v5e", "v6e"):
 
 def test_a_kernel_from_its_source_to_its_trips(tmp_path):
     pytest.importorskip("libtpu", reason="libtpu, the TPU compiler, is not installed")
-    ended = subprocess.run([sys.executable, "-c", _END_TO_END, tmp_path], capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-c", _END_TO_END, tmp_path], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-2000:]
     found = [json.loads(line) for line in ended.stdout.splitlines()]
     for name, trips, moved, unmatched, unknown in found:
