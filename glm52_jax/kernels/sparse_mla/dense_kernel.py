@@ -290,6 +290,7 @@ def _compute(plan: Plan, factor: Any, rows: Any, scratch: Scratch) -> None:
 
 
 def cuts(size: int, width: int) -> list[tuple[int, int]]:
+    """Starts and ends of pieces of `width`, the last one cut."""
     return [(start, min(start + width, size)) for start in range(0, size, width)]
 
 
