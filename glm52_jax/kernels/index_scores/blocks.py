@@ -42,12 +42,16 @@ class Blocks:
         return self.tokens // self.together
 
 
-_TUNED: dict[tuple[str, str], tuple[int, int, int, int, int]] = {}
-"""The first five of `Blocks` by chip and by "decode" or "prefill"; "decode" is for up to eight tokens."""
-
 _FEW = (SUBLANES, SUBLANES, 4096, 2048, 2)
 _MANY = (128, 32, 1024, 1024, 1)
-_INTERPRETED = (16, 8, 32, 16, 2)
+_TUNED: dict[tuple[str, str], tuple[int, int, int, int, int]] = {
+    # Products of half the depth of these chips' units are short: more rows a product hide what it takes to start one.
+    ("v6e", "prefill"): (128, 64, 1024, 1024, 1),
+    ("tpu7x", "prefill"): (128, 64, 1024, 1024, 1),
+}
+"""The first five of `Blocks` by chip and by "decode" or "prefill"; "decode" is for up to eight tokens."""
+
+_INTERPRETED = (16, 8, 16, 8, 2)
 
 
 def choose(target: Target, tokens: int, capacity: int, page_size: int) -> Blocks:

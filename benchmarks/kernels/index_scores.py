@@ -1,0 +1,80 @@
+"""Cases of the index scores: decode steps at full contexts, and a prefill chunk at the end of one."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.kernels.case import OURS, Built, Case
+from glm52_jax.kernels.index_scores.api import index_scores
+from glm52_jax.row_formats import LaneRows, PlainRows, RowFormat, stack_of
+
+HEADS, DIM, PAGE, INDEXERS = 32, 128, 64, 2
+BF16 = jnp.dtype(jnp.bfloat16)
+FORMATS: dict[str, RowFormat] = {"bf16": PlainRows(DIM, BF16), "fp8": LaneRows(DIM, 0, BF16, DIM)}
+CONTEXTS = {"32k": 2**15, "128k": 2**17, "1m": 2**20}
+
+
+def cases() -> list[Case]:
+    """Decode steps of 1, 8 and 64 sequences with 1 and 6 tokens each, and a chunk of 2,048 tokens of one."""
+    shapes = [(batch, tokens, context) for batch in (1, 8, 64) for tokens in (1, 6) for context in CONTEXTS]
+    found = []
+    for batch, tokens, context in [*shapes, (1, 2048, "128k")]:
+        name = f"prefill 2k {context}" if tokens > 6 else f"decode b{batch} x{tokens} {context}"
+        large = batch * CONTEXTS[context] > 2**21  # simulated for minutes, and like the smaller ones
+        for keys, form, backend in (("bf16", OURS, "tpu"), ("fp8", OURS, "tpu"), ("bf16", "xla", "reference")):
+            if keys == "fp8" and (batch, context) not in ((1, "128k"), (8, "32k")):
+                continue
+            if backend == "reference" and large:
+                continue
+            capacity = CONTEXTS[context]
+            scores = batch * tokens * capacity
+            read = batch * capacity * FORMATS[keys].row_bytes + batch * tokens * HEADS * (DIM * 2 + 4)
+            found.append(
+                Case(
+                    op="index_scores",
+                    shape=f"{keys} {name}",
+                    form=form,
+                    build=functools.partial(_build, batch, tokens, capacity, keys, backend),
+                    hbm_bytes=read + 4 * scores,
+                    flops=2 * scores * HEADS * DIM,
+                    copies=batch * capacity // PAGE if backend == "tpu" else 0,
+                    measured=not large,
+                )
+            )
+    return found
+
+
+def _build(batch: int, tokens: int, capacity: int, keys: str, backend: str, chip: str) -> Built:
+    pages = batch * capacity // PAGE
+    stack = jax.eval_shape(functools.partial(stack_of, FORMATS[keys], (INDEXERS, pages, PAGE)))
+    arguments = (
+        jax.ShapeDtypeStruct((batch, tokens, HEADS, DIM), jnp.float32),
+        jax.ShapeDtypeStruct((batch, tokens, HEADS), jnp.float32),
+        stack,
+        jax.ShapeDtypeStruct((), jnp.int32),
+        jax.ShapeDtypeStruct((batch, capacity // PAGE), jnp.int32),
+        jax.ShapeDtypeStruct((batch, tokens), jnp.int32),
+    )
+    resolved = f"tpu:{chip}" if backend == "tpu" else backend
+    scalars = _scalars(batch, tokens, capacity, chip) if backend == "tpu" else {}
+    return Built(functools.partial(index_scores, backend=resolved), arguments, scalars=scalars)
+
+
+def _scalars(batch: int, tokens: int, capacity: int, chip: str) -> dict[tuple[str, int], Any]:
+    """What the kernel is told: pages in random order, and queries that are the last tokens of full sequences."""
+    from glm52_jax.kernels import Target
+    from glm52_jax.kernels.index_scores.blocks import choose
+    from sharding.chips import CHIPS
+
+    blocks = choose(Target(CHIPS[chip]), tokens, capacity, PAGE)
+    positions = np.full((batch, -(-tokens // blocks.tokens) * blocks.tokens), -1, np.int32)
+    positions[:, :tokens] = capacity - tokens + np.arange(tokens)
+    newest = positions.reshape(-1, blocks.groups, blocks.together).max(2)
+    table = np.random.default_rng(0).permutation(batch * capacity // PAGE).astype(np.int32)
+    found = (table, newest.max(1), newest.reshape(-1))
+    return {("index_scores", number): array for number, array in enumerate(found)}
