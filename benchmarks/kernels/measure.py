@@ -135,6 +135,8 @@ def _notes(case: Case, made: Estimate, cores: int) -> list[str]:
             found.append("not run to its end")
         if unmatched := max(run.unmatched for run in runs):
             found.append(f"{unmatched} waits unmatched")
+        if one.run.assumed:
+            found.append("values from vectors as the case has them")
         found += [f"guessed {name}" for name in one.run.unknown]
     if made.kernels and (moved := made.kernel_bytes + made.xla_bytes) < 0.9 * case.hbm_bytes:
         found.append(f"moves {moved / case.hbm_bytes:.0%} of its bytes")

@@ -17,8 +17,8 @@ import numpy as np
 
 from benchmarks.schedule.bundles import Block, Bundle, blocks
 from benchmarks.schedule.chips import Core, Timing
-from benchmarks.schedule.machine import Machine
-from benchmarks.schedule.scalar import NAMES, Step, Translator
+from benchmarks.schedule.machine import VECTOR_TO_SCALAR, Machine
+from benchmarks.schedule.scalar import FROM_VECTORS, NAMES, Step, Translator
 from benchmarks.schedule.units import Issue, issue, results_per_matmul
 
 _CORE_ID = "allocation0"
@@ -63,6 +63,7 @@ class Run:
         moved, copies: bytes and copies by route, "hbm->vmem"; `hbm_bytes`: of all routes.
         loops: the longest first.
         unknown: instructions whose results decided something and were guessed.
+        assumed: whether values from vectors decided something, and were those that the caller gave.
         unmatched: waits that nothing satisfied.
         cut: whether it was not executed to its end.
     """
@@ -77,6 +78,7 @@ class Run:
     hbm_bytes: int
     loops: tuple[Loop, ...]
     unknown: tuple[str, ...]
+    assumed: bool
     unmatched: int
     cut: bool
 
@@ -111,6 +113,7 @@ class Schedule:
         count, taken = [0] * len(self.blocks), [0] * len(self.blocks)
         until = time.monotonic() + seconds
         at, cut = self._run(machine, machine.memory, count, taken, lambda: time.monotonic() > until)
+        given = VECTOR_TO_SCALAR in scalars
         sizes = [block.end - block.start for block in self.blocks]
         return Run(
             bundles=_sum(count, sizes),
@@ -122,7 +125,8 @@ class Schedule:
             copies=dict(machine.copies),
             hbm_bytes=machine.hbm_bytes,
             loops=tuple(sorted(self._loops(count, taken), key=lambda loop: -loop.cycles)),
-            unknown=self.unknown,
+            unknown=tuple(name for name in self.unknown if name != FROM_VECTORS or not given),
+            assumed=given and FROM_VECTORS in self.unknown,
             unmatched=machine.unmatched,
             cut=cut,
         )

@@ -21,6 +21,10 @@ _FLOAT = re.compile(r"-?\d+(\.\d*(e[+-]?\d+)?|e[+-]?\d+)")
 _READS = re.compile(r"\b[sp]\d+\b")
 
 
+FROM_VECTORS = "spop"
+"""The instruction that takes a value from a vector, which is not known here."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """What one instruction does.
@@ -147,8 +151,8 @@ class Translator:
     def _value(self, writes: str, operation: str, rest: str) -> Step | None:
         """Instructions that set a register."""
         head = operation.split(".")[0]
-        if operation == "spop":
-            return Step(writes, "machine.from_vector()", effect=False, unknown=operation)
+        if operation == FROM_VECTORS:
+            return Step(writes, "machine.from_vector()", unknown=operation)
         if operation == "spop.drf":
             return Step(writes, "machine.quotients.popleft() if machine.quotients else 0", effect=True)
         if operation.startswith("inlined_call_operand"):

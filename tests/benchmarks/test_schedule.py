@@ -107,7 +107,9 @@ def test_values_from_vectors_are_guesses_where_they_decide_something():
     schedule = Schedule(parse(used), timing)
     assert schedule.unknown == ("spop",)
     run = schedule.run(Core(CHIPS["v6e"], IDEAL), {VECTOR_TO_SCALAR: np.array([7])})
-    assert run.loops[0].trips == 7
+    assert (run.loops[0].trips, run.unknown, run.assumed) == (7, (), True)
+    run = schedule.run(Core(CHIPS["v6e"], IDEAL), {})
+    assert (run.loops[0].trips, run.unknown, run.assumed) == (1, ("spop",), False)
 
 
 def test_a_run_that_takes_too_long_is_cut():
