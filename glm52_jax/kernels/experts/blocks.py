@@ -25,6 +25,9 @@ MOST_TOKENS = 4096
 """Of the kernels for many, whose blocks of the result hold them all."""
 
 
+WINDOW_ROWS = 1024
+"""Rows that are gathered at a time: what is there for them is moved whether they are rows or none."""
+
 MOST_BACK = 1024
 """Of one part of the gradients, which hold every row that there could be."""
 
@@ -71,7 +74,7 @@ def grouped(target: Target, x: jax.Array, gate_up: Weight, down: Weight) -> Grou
         rows=rows,
         up=next((tile for tile in (256, 128) if width % tile == 0), width),
         down=next((tile for tile in (512, 256, 128) if embed % tile == 0), embed),
-        window=1024 // rows,
+        window=max(1, WINDOW_ROWS // rows),
         dtype=x.dtype,
     )
 

@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.block_matmul.product import Form, scales_of, values_of
 from glm52_jax.kernels.experts import blocks
+from glm52_jax.kernels.experts.groups import in_use
 from glm52_jax.kernels.pallas import call
 from glm52_jax.quant import Weight
 
@@ -39,7 +40,7 @@ def routed_experts_few(
     cores = target.chip.cores_per_device if width // tile % target.chip.cores_per_device == 0 else 1
     steps = width // tile // cores
     up_form, down_form = Form.of(gate_up, x, tile, target), Form.of(down, x, embed, target)
-    active, used = experts_in_use(experts, count)
+    active, used = in_use(jnp.any(experts.reshape(-1, 1) == jnp.arange(count), axis=0))
 
     def weight_block(core: Any, slot: Any, step: Any, layer: Any, active: Any, used: Any) -> tuple[Any, ...]:
         return layer[0], active[slot], 0, core * steps + step, 0
@@ -71,29 +72,18 @@ def routed_experts_few(
         semantics=("parallel", "arbitrary", "arbitrary"),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(cores, jnp.maximum(used[0], 1), steps),
+            grid=(cores, jnp.maximum(used, 1), steps),
             in_specs=specs,
             out_specs=pl.BlockSpec((None, tokens, embed), lambda core, *_: (core, 0, 0)),
             scratch_shapes=[pltpu.VMEM((tokens, tile), down_form.dtype)],
         ),
-    )(jnp.asarray(layer, jnp.int32).reshape(1), active, used, *operands)
+    )(jnp.asarray(layer, jnp.int32).reshape(1), active, used.reshape(1), *operands)
     return jnp.sum(out, axis=0)
 
 
 def used_experts(tokens: int, k: int, count: int) -> int:
     """At most so many experts are chosen."""
     return min(count, tokens * k)
-
-
-def experts_in_use(experts: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """Numbers of the experts that have rows, ascending, the last one repeated to `[count]`; how many, `[1]`."""
-    chosen = jnp.any(experts.reshape(-1, 1) == jnp.arange(count), axis=0)
-    place = jnp.cumsum(chosen, dtype=jnp.int32)
-    used = place[-1:]
-    # The expert at a place is the number of those before it.
-    wanted = jnp.minimum(jnp.arange(count, dtype=jnp.int32), jnp.maximum(used - 1, 0))
-    active = jnp.sum(place <= wanted[:, None], axis=1, dtype=jnp.int32)
-    return jnp.minimum(active, count - 1), used
 
 
 def _kernel(up: Form, down: Form, steps: int, layer: Any, active: Any, used: Any, *refs: Any) -> None:

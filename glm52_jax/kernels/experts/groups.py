@@ -45,16 +45,28 @@ def groups_of(experts: jax.Array, gates: jax.Array, count: int, size: int) -> Gr
     weight = jnp.asarray(sum(jnp.where(hit, gates[:, choice], 0.0) for choice, hit in enumerate(here)))
     ranks = jnp.cumsum(chosen, axis=1, dtype=jnp.int32)
     counts = ranks[:, -1]
-    place = jnp.cumsum(counts > 0, dtype=jnp.int32)
-    number = jnp.arange(count, dtype=jnp.int32)
-    wanted = jnp.minimum(number, jnp.maximum(place[-1] - 1, 0))
-    # The expert at a place is the number of those that come before it.
-    expert = jnp.minimum(jnp.sum(place <= wanted[:, None], axis=1, dtype=jnp.int32), count - 1)
+    expert, held = in_use(counts > 0)
     tiles = -(-counts // size)
-    first = jnp.cumsum(tiles, dtype=jnp.int32) - tiles
-    used = jnp.stack([place[-1], jnp.sum(tiles, dtype=jnp.int32)])
-    rows = jnp.where(number < used[0], counts[expert], 0)
+    first = running_sum(tiles) - tiles
+    used = jnp.stack([held, jnp.sum(tiles, dtype=jnp.int32)])
+    rows = jnp.where(jnp.arange(count) < held, counts[expert], 0)
     return Groups(expert, first[expert], rows, used, ranks, weight)
+
+
+def in_use(chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Numbers of the experts that are chosen, ascending, the last one repeated; how many there are."""
+    place, number = running_sum(chosen), jnp.arange(chosen.shape[0], dtype=jnp.int32)
+    held = place[-1]
+    wanted = jnp.minimum(number, jnp.maximum(held - 1, 0))
+    # The expert at a place is the number of those that come before it.
+    before = jnp.sum(place <= wanted[:, None], axis=1, dtype=jnp.int32)
+    return jnp.minimum(before, chosen.shape[0] - 1), held
+
+
+def running_sum(values: jax.Array) -> jax.Array:
+    """`cumsum` of a few values in one go, where the compiler would make several programs of it."""
+    number = jnp.arange(values.shape[0])
+    return jnp.sum(jnp.where(number <= number[:, None], values, 0), axis=1, dtype=jnp.int32)
 
 
 def group_at(groups: Groups, tile: jax.Array) -> jax.Array:

@@ -49,7 +49,8 @@ def _routed(
     compute = routed_experts_few if x.shape[1] <= blocks.FEW else routed_experts_grouped
 
     def one(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        return compute(*part, gate_up, down, layer, target=target)
+        # Without the barrier the compiler fuses the last kernel with its place in the result, and forgets its memory.
+        return jax.lax.optimization_barrier(compute(*part, gate_up, down, layer, target=target))
 
     out = one((x[0], experts[0], gates[0])) if x.shape[0] == 1 else jax.lax.map(one, (x, experts, gates))
     return out.reshape(-1, out.shape[-1])[:tokens]

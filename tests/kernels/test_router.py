@@ -1,0 +1,68 @@
+"""The router's choice: that of `lax.top_k`, ties and groups and padding included."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from glm52_jax.kernels.router import blocks
+from glm52_jax.kernels.router.api import Rule, choose_experts
+from tests.kernels.compiling import compiled
+
+
+@functools.cache
+def run(backend: str, rule: Rule):
+    return jax.jit(functools.partial(choose_experts, rule=rule, backend=backend))
+
+
+@given(
+    tokens=st.sampled_from([1, 7, 130]),
+    case=st.sampled_from(
+        [
+            (256, Rule(8, scale=2.5)),
+            (6, Rule(6, normalise=False)),
+            (8, Rule(1)),
+            (16, Rule(3, 4, 2)),
+            (8, Rule(5, 4, 2)),
+        ]
+    ),
+    seed=st.integers(0, 99),
+    values=st.sampled_from([1, 3, 1000]),
+)
+@settings(max_examples=30, deadline=None)
+def test_any_logits(tokens: int, case: tuple[int, Rule], seed: int, values: int) -> None:
+    """Logits of few values have many ties; five of the four experts in two groups take one from outside."""
+    count, rule = case
+    generator = np.random.default_rng(seed)
+    logits = (generator.integers(0, values, (tokens, count)) / values * 4 - 2).astype(np.float32)
+    bias = (generator.integers(0, values, count) / values / 8).astype(np.float32)
+    real = generator.random(tokens) > 0.2
+    logits[~real] = generator.choice([np.nan, np.inf, -np.inf])
+    expected = [np.asarray(part) for part in run("reference", rule)(logits, bias, real)]
+    experts, gates, counts = (np.asarray(part) for part in run("interpret", rule)(logits, bias, real))
+    np.testing.assert_array_equal(experts, expected[0])
+    np.testing.assert_allclose(gates, expected[1], rtol=1e-6)
+    np.testing.assert_array_equal(counts, expected[2])
+    assert counts.sum() == real.sum() * rule.k
+    assert (experts[~real] == -1).all()
+    assert not gates[~real].any()
+
+
+@pytest.mark.parametrize(("chip", "tokens"), [("v5e", 8), ("v5p", 4096), ("v6e", 64), ("tpu7x", 1)])
+def test_compiles(chip: str, tokens: int) -> None:
+    make = jax.ShapeDtypeStruct
+    operands = make((tokens, 256), jnp.float32), make((256,), jnp.float32), make((tokens,), jnp.bool_)
+    rule = Rule(8, scale=2.5)
+    step = compiled(functools.partial(choose_experts, rule=rule, backend=f"tpu:{chip}"), operands, chip)
+    assert any("choose_experts" in kernel.name for kernel in step.program.kernels)
+    assert step.memory.temporaries < 10 * 2**20
+
+
+def test_cost() -> None:
+    cost = blocks.cost(64, 256, 8)
+    assert cost.bytes_accessed == pytest.approx(64 * 256 * 4, rel=0.12)
+    assert cost.transcendentals == 64 * 256
