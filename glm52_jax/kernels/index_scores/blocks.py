@@ -44,12 +44,17 @@ class Blocks:
 
 _FEW = (SUBLANES, SUBLANES, 4096, 2048, 2)
 _MANY = (128, 32, 1024, 1024, 1)
+_SHORT = 1 << 16
 _TUNED: dict[tuple[str, str], tuple[int, int, int, int, int]] = {
+    # Where bytes bind, a short context is scored soonest after its last byte in small chunks.
+    ("v5e", "short"): (SUBLANES, SUBLANES, 2048, 2048, 2),
+    ("v5p", "short"): (SUBLANES, SUBLANES, 2048, 2048, 2),
+    ("v6e", "short"): (SUBLANES, SUBLANES, 2048, 2048, 2),
     # Products of half the depth of these chips' units are short: more rows a product hide what it takes to start one.
     ("v6e", "prefill"): (128, 64, 1024, 1024, 1),
     ("tpu7x", "prefill"): (128, 64, 1024, 1024, 1),
 }
-"""The first five of `Blocks` by chip and by "decode" or "prefill"; "decode" is for up to eight tokens."""
+"""The first five of `Blocks` by chip and by "prefill", or "decode" or "short" for up to eight tokens."""
 
 _INTERPRETED = (16, 8, 16, 8, 2)
 
@@ -57,7 +62,8 @@ _INTERPRETED = (16, 8, 16, 8, 2)
 def choose(target: Target, tokens: int, capacity: int, page_size: int) -> Blocks:
     """The sizes for a chip and shapes."""
     few = tokens <= SUBLANES
-    sizes = _TUNED.get((target.chip.name, "decode" if few else "prefill"), _FEW if few else _MANY)
+    kind = ("short" if capacity < _SHORT else "decode") if few else "prefill"
+    sizes = _TUNED.get((target.chip.name, kind), _FEW if few else _MANY)
     at_once, together, keys, part, chunks = _INTERPRETED if target.interpret else sizes
     if few:
         at_once = together = tokens

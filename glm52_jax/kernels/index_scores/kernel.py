@@ -23,6 +23,7 @@ class Shape:
         tiles: of tokens, per sequence.
         capacity: positions of a sequence.
         pages: in a row of the page table, whole blocks of them.
+        dtype: that queries and keys are multiplied in.
     """
 
     blocks: Blocks
@@ -32,6 +33,7 @@ class Shape:
     capacity: int
     page_size: int
     pages: int
+    dtype: Any
 
     @property
     def rows(self) -> int:
@@ -206,9 +208,10 @@ class _Tile:
         high = padded_heads(heads) * tokens
         rows = pl.ds(pl.multiple_of(group * high, high), high)
         scales = part[1] if len(part) > 1 else None
-        scores = score_block(self.q[0, rows], self.w[0, rows], part[0], tokens=tokens, heads=heads, scales=scales)
+        q = self.q[0, rows].astype(self.shape.dtype)
+        scores = score_block(q, self.w[0, rows], part[0], tokens=tokens, heads=heads, scales=scales)
         place = start + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-        seen = (place <= self.positions[0, pl.ds(group * tokens, tokens), :1]) & (scores == scores)  # NaN is not
+        seen = (place <= self.positions[0, pl.ds(group * tokens, tokens)]) & (scores == scores)  # NaN is not
         return jnp.where(seen, jnp.where(scores == 0, 0.0, scores), -jnp.inf)
 
     def _store(self, scores: jax.Array, place: Any, group: Any) -> None:

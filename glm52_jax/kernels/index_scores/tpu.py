@@ -58,7 +58,7 @@ def operand_type(keys: RowStack) -> Any:
     if isinstance(keys, PackedRows):
         assert isinstance(keys.format, PlainRows | GroupRows)
         return jnp.dtype(keys.format.dtype)
-    return keys.dtype
+    return jnp.dtype(keys.dtype)
 
 
 def key_parts(keys: RowStack) -> tuple[jax.Array, ...]:
@@ -88,7 +88,7 @@ def _scores(
     blocks: Blocks | None,
 ) -> jax.Array:
     batch, tokens, heads, dim = queries.shape
-    parts = key_parts(keys)
+    parts, dtype = key_parts(keys), operand_type(keys)
     layer_pages, page_size, width = parts[0].shape[1:]
     capacity = page_table.shape[1] * page_size
     blocks = blocks or choose(target, tokens, capacity, page_size)
@@ -112,15 +112,16 @@ def _scores(
         dim,
         capacity,
         key_bytes=sum(part.shape[3] * part.dtype.itemsize for part in parts),
-        query_bytes=jnp.dtype(operand_type(keys)).itemsize,
+        query_bytes=dtype.itemsize,
     )
-    out = _call(Shape(blocks, batch, tiles, heads, capacity, page_size, whole), parts, target, estimate)(
+    out = _call(Shape(blocks, batch, tiles, heads, capacity, page_size, whole, dtype), parts, target, estimate)(
         table.reshape(-1),
         jnp.max(newest.reshape(-1, blocks.groups), axis=1),
         newest,
-        query_rows(tiled(queries), operand_type(keys), width),
+        # One token's heads are in order already, and then the kernel rounds them: an operation less in a short step.
+        query_rows(tiled(queries), queries.dtype if tokens == 1 else dtype, width),
         weight_rows(tiled(head_weights)),
-        jnp.broadcast_to(positions[..., None], (*positions.shape, LANES)),
+        positions[..., None],
         *[part.reshape(-1, *part.shape[2:]) for part in parts],
     )
     return out.reshape(batch, tiles * blocks.tokens, capacity)[:, :tokens]
@@ -146,7 +147,7 @@ def _call(shape: Shape, parts: tuple[jax.Array, ...], target: Target, estimate: 
             in_specs=[
                 row(rows, parts[0].shape[3]),
                 row(rows, LANES),
-                row(blocks.tokens, LANES),
+                row(blocks.tokens, 1),
                 *[pl.BlockSpec(memory_space=pl.ANY)] * len(parts),
             ],
             out_specs=pl.BlockSpec(
