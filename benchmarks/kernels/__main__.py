@@ -88,7 +88,8 @@ def _jobs(asked: argparse.Namespace, log: Console) -> tuple[bool, list[Job]]:
     known = sorted({entry.case.op for entry in found})
     for name in ops:
         if name not in known:
-            raise InputError(f"no cases of {name!r}, there are those of {', '.join(known) or 'nothing'}")
+            kind = "sweep" if asked.sweep else "cases"
+            raise InputError(f"no {kind} of {name!r}, there are those of {', '.join(known) or 'nothing'}")
     found = [entry for entry in found if not ops or entry.case.op in ops]
     selected = catalogue.selected(found, asked.shape, asked.form, not asked.grid, chips)
     return broken, [Job(entry, chip, measure=not asked.grid) for entry, chip in selected]

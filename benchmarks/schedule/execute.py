@@ -103,7 +103,7 @@ class Schedule:
         self._run = scope["run"]
 
     def run(self, core: Core, scalars: Mapping[int, np.ndarray], seconds: float = 60.0) -> Run:
-        """Executes it, for at most so many seconds of this machine's time.
+        """Executes it, for at most so many seconds of the processor.
 
         Args:
             scalars: words of its operands by their number, those that decide its control flow.
@@ -111,8 +111,8 @@ class Schedule:
         machine = Machine(core, scalars)
         machine.memory[self._core_id] = core.number
         count, taken = [0] * len(self.blocks), [0] * len(self.blocks)
-        until = time.monotonic() + seconds
-        at, cut = self._run(machine, machine.memory, count, taken, lambda: time.monotonic() > until)
+        until = time.process_time() + seconds
+        at, cut = self._run(machine, machine.memory, count, taken, lambda: time.process_time() > until)
         given = VECTOR_TO_SCALAR in scalars
         sizes = [block.end - block.start for block in self.blocks]
         return Run(

@@ -8,6 +8,7 @@ waits issues nothing, so all is known at a wait, and time may run ahead until it
 from __future__ import annotations
 
 import collections
+import functools
 import heapq
 from collections.abc import Mapping
 from typing import Any
@@ -93,39 +94,34 @@ class Machine:
         route, size = f"{source}->{to}", granules * self.granule
         self.moved[route] += size
         self.copies[route] += 1
-        self._advance(at)
         if times := _times(source, to):
             self._issued.append((max(at, self._now) + self.latency, size * times, semaphore, granules))
         else:
             end = max(at, self._now) + size / ON_CHIP_BYTES_PER_CYCLE
-            heapq.heappush(self._on_chip, (end, self._count(), semaphore, granules))
+            self._order += 1
+            heapq.heappush(self._on_chip, (end, self._order, semaphore, granules))
         if to == "smem":
             self._fill(source_at, to_at, granules)
 
     def wait(self, semaphore: int, count: int, at: float) -> float:
         """When the semaphore has that count."""
         self._advance(at)
-        while self._semaphores[semaphore] < count:
-            if not self._step(_NEVER):
-                self.unmatched += 1
-                return at
+        self._move(at)
+        self._advance(_NEVER, semaphore, count)
+        if self._semaphores[semaphore] < count:
+            self.unmatched += 1
+            return at
         if self._now > at:
             self.stall += self._now - at
         return max(at, self._now)
 
-    def signal(self, semaphore: int, count: int, at: float) -> None:
-        self._advance(at)
+    def signal(self, semaphore: int, count: int) -> None:
         self._semaphores[semaphore] += count
 
     def finish(self, at: float) -> float:
         """When all copies have ended."""
-        while self._step(_NEVER):
-            pass
+        self._advance(_NEVER)
         return max(at, self._now)
-
-    def _count(self) -> int:
-        self._order += 1
-        return self._order
 
     def _fill(self, source_at: int, to_at: int, granules: int) -> None:
         words = self.granule // 4
@@ -137,31 +133,33 @@ class Machine:
                     (to_at + offset, int(word)) for offset, word in enumerate(known[start : start + granules * words])
                 )
 
-    def _advance(self, at: float) -> None:
-        while self._step(at):
-            pass
-        self._move(at)
+    def _advance(self, until: float, semaphore: int | None = None, count: int = 0) -> None:
+        """Goes through all events up to a time, or only until the semaphore has that count.
 
-    def _step(self, until: float) -> bool:
-        """Goes on to the next event that is not after `until`, if there is one."""
-        arrival = self._issued[0][0] if self._issued else _NEVER
-        end = on_chip = _NEVER
-        if self._moving:
-            left = self._moving[0][0] - self._virtual
-            end = self._now + left * len(self._moving) / self.bytes_per_cycle
-        if self._on_chip:
-            on_chip = self._on_chip[0][0]
-        first = min(arrival, end, on_chip)
-        if first > until or first == _NEVER:
-            return False
-        self._move(first)
-        if first == arrival:
-            _, size, semaphore, granules = self._issued.popleft()
-            heapq.heappush(self._moving, (self._virtual + size, self._count(), semaphore, granules))
-        else:
-            _, _, semaphore, granules = heapq.heappop(self._moving if first == end else self._on_chip)
-            self._semaphores[semaphore] += granules
-        return True
+        Events are looked at when somebody waits and not before: what is issued later cannot change earlier ones.
+        """
+        issued, moving, on_chip, semaphores = self._issued, self._moving, self._on_chip, self._semaphores
+        now, virtual, rate = self._now, self._virtual, self.bytes_per_cycle
+        while semaphore is None or semaphores[semaphore] < count:
+            first, ended = issued[0][0] if issued else _NEVER, None
+            if moving and (end := now + (moving[0][0] - virtual) * len(moving) / rate) < first:
+                first, ended = end, moving
+            if on_chip and on_chip[0][0] < first:
+                first, ended = on_chip[0][0], on_chip
+            if first > until or first == _NEVER:
+                break
+            if first > now:
+                if moving:
+                    virtual += (first - now) * rate / len(moving)
+                now = first
+            if ended is None:
+                _, size, signalled, granules = issued.popleft()
+                self._order += 1
+                heapq.heappush(moving, (virtual + size, self._order, signalled, granules))
+            else:
+                _, _, signalled, granules = heapq.heappop(ended)
+                semaphores[signalled] += granules
+        self._now, self._virtual = now, virtual
 
     def _move(self, to: float) -> None:
         if to > self._now:
@@ -170,6 +168,7 @@ class Machine:
             self._now = to
 
 
+@functools.cache
 def _times(source: str, to: str) -> int:
     """How often a copied byte passes HBM; "general" copies name no end and are taken to pass it once."""
     if source in _ON_CHIP and to in _ON_CHIP:

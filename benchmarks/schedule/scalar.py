@@ -126,7 +126,7 @@ class Translator:
             return Step("", f"t = machine.wait({semaphore}, {count[0] if count else 0}, t)", effect=True, timed=True)
         if operation == "vsyncadd":
             semaphore, count = (self.value(part) for part in _parts(rest)[:2])
-            return Step("", f"machine.signal({semaphore}, {count}, t)", effect=True, timed=True)
+            return Step("", f"machine.signal({semaphore}, {count})", effect=True)
         if operation == "sst" and (match := _STORE.match(rest)):
             address = self.value(match[1])
             text = f"memory[{address}] = {self.value(match[2].lstrip(', '))}"
