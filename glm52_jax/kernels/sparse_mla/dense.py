@@ -24,6 +24,8 @@ from glm52_jax.kernels.sparse_mla.dense_gradient import dense_gradient
 from glm52_jax.kernels.sparse_mla.dense_kernel import WORD, kernel
 from glm52_jax.row_formats import GroupRows, LaneRows, PackedRows, RowStack, TensorRows, parts_of
 
+_TABLE_ENTRIES = 1 << 17  # of the page table that the scalar memory has room for
+
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
@@ -180,6 +182,17 @@ def attend(
     blocks: DenseBlocks | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The kernel itself; see `dense_mla`."""
+    if page_table.size > _TABLE_ENTRIES and page_table.shape[0] > 1:
+        half = page_table.shape[0] // 2
+        halves = [
+            attend(
+                *(queries[part], latent, layer, page_table[part], positions[part], mask[part], scale, kv_lora_rank),
+                target=target,
+                blocks=blocks,
+            )
+            for part in (slice(half), slice(half, None))
+        ]
+        return jax.tree.map(lambda *both: jnp.concatenate(both), *halves)
     batch, tokens, heads, width = queries.shape
     blocks = blocks or dense_blocks.choose(target, tokens, heads)
     rows = Rows.of(latent, width, kv_lora_rank)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 LOWEST = -1e30  # of a maximum: finite, so that the difference of two is
 WORD = 32
 LOG2_E = math.log2(math.e)
+_STEP_ROWS = 64  # whose weights are computed between two products
 _SLOT, _STARTED, _COUNTS = 0, 1, 2  # places in the kernel's state
 
 
@@ -335,7 +336,9 @@ class _Part:
         ]
 
     def weight_steps(self) -> list[Any]:
-        return [functools.partial(self._weigh, query) for query in range(self.count)]
+        """A step for some queries whose heads fill whole tiles of two-byte values."""
+        together = max(1, _STEP_ROWS // self.plan.heads)
+        return [functools.partial(self._weigh, *cut) for cut in cuts(self.count, together)]
 
     def average_steps(self) -> list[Any]:
         return [functools.partial(self._average, *cut) for cut in cuts(self.plan.rows.values, self.plan.columns)]
@@ -351,12 +354,12 @@ class _Part:
             )
         )
 
-    def _weigh(self, query: int) -> None:
-        heads, scratch, number = self.plan.heads, self.scratch, self.first + query
-        own = slice(query * heads, (query + 1) * heads)
-        at = pl.ds(number * heads, heads)
-        seen = scratch.mask[number : number + 1, self.keys]
-        seen = jnp.broadcast_to(seen, (heads, seen.shape[1])) != 0
+    def _weigh(self, start: int, stop: int) -> None:
+        heads, scratch, first = self.plan.heads, self.scratch, self.first
+        own = slice(start * heads, stop * heads)
+        at = pl.ds((first + start) * heads, (stop - start) * heads)
+        rows = [scratch.mask[first + query : first + query + 1, self.keys] for query in range(start, stop)]
+        seen = jnp.concatenate([jnp.broadcast_to(row, (heads, row.shape[1])) for row in rows]) != 0
         scores = jnp.concatenate([piece[own] for piece in self.scores], axis=1)
         masked = jnp.where(seen, scores * self.factor, -jnp.inf)
         old = scratch.top[at]
