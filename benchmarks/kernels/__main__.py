@@ -39,7 +39,7 @@ def main() -> int:
     try:
         if importlib.util.find_spec("libtpu") is None:
             raise InputError("libtpu, the TPU compiler, is not installed: make plan")
-        store = Store(asked.json, asked.keep)
+        store = Store(asked.json, asked.keep or asked.stored)
         broken, jobs = _jobs(asked, log)
         figures = _figures(jobs, store, asked, log)
     except InputError as error:
@@ -65,6 +65,7 @@ def _arguments() -> argparse.Namespace:
     add("--markdown", action="store_true", help="tables for a document")
     add("--json", type=Path, help="file of all figures, from which an interrupted run goes on")
     add("--keep", action="store_true", help="take figures from that file though the sources have changed since")
+    add("--stored", action="store_true", help="only print what that file has, of any sources, and compile nothing")
     add("--processes", type=int, help="that compile at the same time (2 for --grid, else 1)")
     add("--limit", type=float, default=900, metavar="SECONDS", help="after which a case is given up (900)")
     return parser.parse_args()
@@ -103,16 +104,19 @@ def _figures(jobs: Sequence[Job], store: Store, asked: argparse.Namespace, log: 
     for key, job in named.items():
         if (stored := store.get(key, digests[job.entry.module])) is not None:
             found[key] = stored
-    left = [job for key, job in named.items() if key not in found]
+    left = [] if asked.stored else [job for key, job in named.items() if key not in found]
     if found:
         log.print(f"{len(found)} of {len(named)} are in {asked.json}", markup=False)
-    with progress(log, len(left)) as advance:
-        for job, figures in done(left, asked.processes or (2 if asked.grid else 1), asked.limit):
-            made = dataclasses.replace(figures, digest=digests[job.entry.module])
-            store.put(made)
-            found[made.key] = made
-            advance(f"{made.key}{f': refused: {made.refusal}' if made.refusal else ''}")
-    return [found[key] for key in named]
+    try:
+        with progress(log, len(left)) as advance:
+            for job, figures in done(left, asked.processes or (2 if asked.grid else 1), asked.limit):
+                made = dataclasses.replace(figures, digest=digests[job.entry.module])
+                store.put(made)
+                found[made.key] = made
+                advance(f"{made.key}{f': refused: {made.refusal}' if made.refusal else ''}")
+    except KeyboardInterrupt:
+        log.print(f"interrupted, {len(found)} of {len(named)} are done", markup=False)
+    return [found[key] for key in named if key in found]
 
 
 def _sheets(asked: argparse.Namespace, figures: Sequence[Figures]) -> list[table.Sheet]:
