@@ -19,13 +19,13 @@ from glm52_jax.attention import attend, latent_making, project
 from glm52_jax.cache import Cache, Places
 from glm52_jax.config import DENSE, FULL, ModelConfig
 from glm52_jax.errors import InputError
-from glm52_jax.kernels import resolve_backend
+from glm52_jax.kernels import Target, resolve_backend
 from glm52_jax.kernels.cache_write.api import write_rows
 from glm52_jax.kernels.cache_write.new_rows import Making
 from glm52_jax.moe import moe, sharded_mlp
 from glm52_jax.moe_form import DispatchForm, choose_form
 from glm52_jax.primitives import Rotary, rms_norm, take
-from glm52_jax.row_formats import RowStack, is_rotated
+from glm52_jax.row_formats import RowStack, is_rotated, parts_of
 from glm52_jax.selection import Selection
 from glm52_jax.spec import Stack, stack_layers
 from sharding.collectives import all_gather
@@ -45,6 +45,8 @@ class Forms:
         dispatch: how tokens reach experts on other devices; chosen by the size of the step when None.
         transport: how rows are exchanged there, see `sharding.ragged.resolve_transport`.
         halves: exchange rows in two halves, so that one may travel while the experts of the other are computed.
+        unit: neighbouring rows of the cache that its kernel copies together, which a list then has once; see
+            `Selection.units`. None of them when 0.
     """
 
     attention: str = "absorbed"
@@ -54,6 +56,7 @@ class Forms:
     dispatch: DispatchForm | None = None
     transport: str = "padded"
     halves: bool = False
+    unit: int = 0
 
     def __post_init__(self) -> None:
         if self.attention not in ("absorbed", "expanded"):
@@ -86,6 +89,36 @@ class Forms:
             return cls("absorbed", "indices", backend, layout, transport=transport)
         return cls("expanded", "mask", backend, layout, transport=transport)
 
+    def for_cache(self, config: ModelConfig, cache: Cache, tokens: int) -> Forms:
+        """These, with the form of selection that kernels for TPUs attend to fastest.
+
+        Args:
+            cache: or the shapes of one.
+            tokens: of a sequence, in one step.
+        """
+        target = Target.of(self.backend)
+        if target is None or self.attention == "expanded":
+            return self
+        from glm52_jax.kernels.sparse_mla.blocks import BLOCK_ROWS, RowShape, choose_form  # Pallas takes a second
+
+        form = choose_form(
+            target.chip,
+            tokens,
+            self.expected(config, cache),
+            cache.capacity,
+            RowShape.of(list(parts_of(cache.latent).values())),
+        )
+        # Over several devices a list says what is best of all; a mask would take the scores once more.
+        if form == "dense" and not self.layout.axes_of("kv_pages"):
+            return dataclasses.replace(self, selection="mask", unit=0)
+        whole = cache.page_size % BLOCK_ROWS == 0
+        return dataclasses.replace(self, selection="indices", unit=BLOCK_ROWS if form == "blocks" and whole else 0)
+
+    def expected(self, config: ModelConfig, cache: Cache) -> int:
+        """Rows of this device that a query selects, on average over a long context."""
+        parts = self.layout.parts("kv_pages")
+        return -(-min(config.index_topk, cache.capacity * parts) // parts)
+
     def dispatch_of(self, config: ModelConfig, tokens: int, itemsize: int) -> DispatchForm:
         """How `tokens` tokens of each device reach their experts."""
         if self.dispatch is not None:
@@ -98,7 +131,7 @@ class Forms:
         tokens *= self.layout.parts("tokens")
         if self.selection == "mask":
             return Selection.empty(batch, tokens, positions=cache.capacity)
-        return Selection.empty(batch, tokens, k=min(config.index_topk, cache.capacity))
+        return Selection.empty(batch, tokens, k=min(config.index_topk, cache.capacity), unit=self.unit)
 
 
 _FEW_TOKENS = 8  # up to one verified token and seven drafts
@@ -236,6 +269,7 @@ def _attention(
             place.indexer,
             places,
             as_mask=forms.selection == "mask",
+            unit=forms.unit,
             backend=forms.backend,
             layout=layout,
         )

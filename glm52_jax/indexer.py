@@ -75,6 +75,7 @@ def select(
     places: Places,
     *,
     as_mask: bool,
+    unit: int = 0,
     backend: str,
     layout: Layout = SINGLE,
 ) -> Selection:
@@ -90,6 +91,7 @@ def select(
         indexer: ordinal of the indexer in the stack of index keys.
         places: where the tokens stand.
         as_mask: give the mask form.
+        unit: give the list's units of so many rows too, see `Selection.planned`.
     """
     tokens = layout.axes_of("tokens")
     queries = as_stored(index_queries(weights, config, q_latent, rotary), cache.index_keys)
@@ -103,11 +105,18 @@ def select(
     alone = not layout.axes_of("kv_pages")
     stored = cache.index_keys, indexer, cache.page_table
 
+    # Scores of a long chunk with a long context are never there all at once.
+    rows = max(1, _BLOCK_SCORES // (x.shape[0] * cache.capacity))
     if as_mask:
+
+        def marked(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+            queries, heads, seen = part
+            return topk_mask(index_scores(queries, heads, *stored, seen, backend=backend), k, backend=backend)
+
+        if alone:
+            return Selection(mask=map_tokens(marked, parts, rows))
         queries, heads, seen = parts
         found = index_scores(queries, heads, *stored, seen, backend=backend)
-        if alone:
-            return Selection(mask=topk_mask(found, k, backend=backend))
         score, position = _last_of_best(layout, config, cache, *topk(found, k, backend=backend), backend)
         place = Deal.of(layout, cache).positions(jnp.arange(cache.capacity))
         better = (found > score[..., None]) | ((found == score[..., None]) & (place <= position[..., None]))
@@ -117,15 +126,15 @@ def select(
         queries, heads, seen = part
         return index_topk(queries, heads, *stored, seen, k, backend=backend)
 
-    # Scores of a long chunk with a long context are never there all at once.
-    rows = max(1, _BLOCK_SCORES // (x.shape[0] * cache.capacity))
     indices, found = map_tokens(best, parts, rows)
-    if alone:
-        return Selection(indices=indices)
-    score, position = _last_of_best(layout, config, cache, indices, found, backend)
-    place = Deal.of(layout, cache).positions(indices)
-    better = (found > score[..., None]) | ((found == score[..., None]) & (place <= position[..., None]))
-    return Selection(indices=jnp.where(better, indices, -1))
+    if not alone:
+        score, position = _last_of_best(layout, config, cache, indices, found, backend)
+        place = Deal.of(layout, cache).positions(indices)
+        better = (found > score[..., None]) | ((found == score[..., None]) & (place <= position[..., None]))
+        indices = jnp.where(better, indices, -1)
+    chosen = Selection(indices=indices)
+    # Kernels for TPUs give positions in ascending order, and only they have units.
+    return chosen.planned(unit, ascending=True) if unit else chosen
 
 
 def _last_of_best(

@@ -138,7 +138,7 @@ def forward(
     """
     tokens, mask = _checked(config, tokens, mask)
     form = cache_format or PLAIN_CACHE
-    return _forward(params, config, tokens, mask, forms or Forms.best(tokens.shape[1]), form)
+    return _forward(params, config, tokens, mask, forms or _best_forms(params, config, tokens, form), form)
 
 
 def trace(
@@ -153,7 +153,7 @@ def trace(
     """Like `forward`, with what every layer did. See `Trace`."""
     tokens, mask = _checked(config, tokens, mask)
     form = cache_format or PLAIN_CACHE
-    return _trace(params, config, tokens, mask, forms or Forms.best(tokens.shape[1]), form)
+    return _trace(params, config, tokens, mask, forms or _best_forms(params, config, tokens, form), form)
 
 
 @partial(jax.jit, static_argnames=("config", "forms", "form"))
@@ -236,11 +236,21 @@ def _whole(
     traced: bool,
 ) -> tuple[jax.Array, Cache, LayerTrace | None]:
     """`extend` over whole texts with a cache of their length; results in packed order."""
-    batch, length = tokens.shape
     config = config if "mtp" in params else config.without_mtp()
-    cache = Cache.create(config, batch, length, dtype=compute_dtype(params), page_size=length, form=form)
+    cache = _cache_of(params, config, tokens, form)
     packed = jnp.take_along_axis(tokens, order, axis=1)
     return extend(params, config, packed, _positions(mask), cache, forms, traced=traced)
+
+
+def _cache_of(params: Params, config: ModelConfig, tokens: jax.Array, form: CacheFormat) -> Cache:
+    batch, length = tokens.shape
+    return Cache.create(config, batch, length, dtype=compute_dtype(params), page_size=length, form=form)
+
+
+def _best_forms(params: Params, config: ModelConfig, tokens: jax.Array, form: CacheFormat) -> Forms:
+    length = tokens.shape[1]
+    cache = jax.eval_shape(lambda: _cache_of(params, config, tokens, form))
+    return Forms.best(length).for_cache(config, cache, length)
 
 
 def _real_first(mask: jax.Array) -> jax.Array:

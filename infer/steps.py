@@ -308,6 +308,7 @@ class StepProvider:
     def _forms(self, tokens: int, layout: Layout) -> Forms:
         best = Forms.best(tokens, platform=self.platform, kind=self.kind, backend=self.backend, layout=layout)
         dispatch = GATHER if self.kind in _WITHOUT_RAGGED else None
+        best = best.for_cache(self.config, jax.eval_shape(self.own_state).cache, tokens)
         return dataclasses.replace(best, halves=self.halves, dispatch=dispatch)
 
     @property
