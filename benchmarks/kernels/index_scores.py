@@ -16,6 +16,7 @@ from glm52_jax.row_formats import LaneRows, PlainRows, RowFormat, stack_of
 HEADS, DIM, PAGE, INDEXERS = 32, 128, 64, 2
 BF16 = jnp.dtype(jnp.bfloat16)
 FORMATS: dict[str, RowFormat] = {"bf16": PlainRows(DIM, BF16), "fp8": LaneRows(DIM, 0, BF16, DIM)}
+CHIPS = ("v5e", "v5p", "v6e", "tpu7x")  # the keys of 64 sequences of 1M are 16 GiB, more than the first has
 CONTEXTS = {"32k": 2**15, "128k": 2**17, "1m": 2**20}
 
 
@@ -43,6 +44,7 @@ def cases() -> list[Case]:
                     hbm_bytes=read + 4 * scores,
                     flops=2 * scores * HEADS * DIM,
                     copies=batch * capacity // PAGE if backend == "tpu" else 0,
+                    chips=("v5p", "v6e", "tpu7x") if batch * capacity > 2**25 else CHIPS,
                     measured=not large,
                 )
             )
@@ -51,7 +53,7 @@ def cases() -> list[Case]:
 
 def _build(batch: int, tokens: int, capacity: int, keys: str, backend: str, chip: str) -> Built:
     pages = batch * capacity // PAGE
-    stack = jax.eval_shape(functools.partial(stack_of, FORMATS[keys], (INDEXERS, pages, PAGE)))
+    stack = jax.eval_shape(functools.partial(stack_of, FORMATS[keys], (1 if pages > 2**19 else INDEXERS, pages, PAGE)))
     arguments = (
         jax.ShapeDtypeStruct((batch, tokens, HEADS, DIM), jnp.float32),
         jax.ShapeDtypeStruct((batch, tokens, HEADS), jnp.float32),
@@ -69,9 +71,9 @@ def _scalars(batch: int, tokens: int, capacity: int, chip: str) -> dict[tuple[st
     """What the kernel is told: pages in random order, and queries that are the last tokens of full sequences."""
     from glm52_jax.kernels import Target
     from glm52_jax.kernels.index_scores.blocks import choose
-    from sharding.chips import CHIPS
+    from sharding.chips import chip as chip_of
 
-    blocks = choose(Target(CHIPS[chip]), tokens, capacity, PAGE)
+    blocks = choose(Target(chip_of(chip)), tokens, capacity, PAGE)
     positions = np.full((batch, -(-tokens // blocks.tokens) * blocks.tokens), -1, np.int32)
     positions[:, :tokens] = capacity - tokens + np.arange(tokens)
     newest = positions.reshape(-1, blocks.groups, blocks.together).max(2)

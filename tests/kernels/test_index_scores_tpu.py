@@ -102,13 +102,13 @@ def test_formats(name: str) -> None:
     share=st.sampled_from([0, 0.3, 1]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_shapes(name: str, page: int, pages: int, tokens: int, batch: int, heads: int, share: float, seed: int) -> None:
     pages = max(pages, -(-tokens // page))
     with_padding(setting(FORMATS[name], batch, tokens, heads, page, pages, seed), share)
 
 
-@pytest.mark.parametrize(("lengths", "cores"), [((48, 48, 48), 2), ((0, 33, 0), 1), ((9, 0, 48), 2), ((9, 0, 48), 1)])
+@pytest.mark.parametrize(("lengths", "cores"), [((48, 48, 48), 2), ((0, 33, 0), 1), ((9, 0, 48), 2)])
 def test_lengths_of_a_batch(lengths: tuple[int, ...], cores: int) -> None:
     """Blocks that no query of a sequence sees are not read, whichever core has them, and the next sequence is."""
     arguments = setting(FORMATS["bf16"], 3, 2, 4, 4, 12)

@@ -45,6 +45,8 @@ class Blocks:
 _FEW = (SUBLANES, SUBLANES, 4096, 2048, 2)
 _MANY = (128, 32, 1024, 1024, 1)
 _SHORT = 1 << 16
+"""Positions from which on a context of one or two tokens a step is long."""
+
 _TUNED: dict[tuple[str, str], tuple[int, int, int, int, int]] = {
     # Where bytes bind, a short context is scored soonest after its last byte in small chunks.
     ("v5e", "short"): (SUBLANES, SUBLANES, 2048, 2048, 2),
@@ -62,7 +64,7 @@ _INTERPRETED = (16, 8, 16, 8, 2)
 def choose(target: Target, tokens: int, capacity: int, page_size: int) -> Blocks:
     """The sizes for a chip and shapes."""
     few = tokens <= SUBLANES
-    kind = ("short" if capacity < _SHORT else "decode") if few else "prefill"
+    kind = ("short" if capacity < _SHORT and tokens <= 2 else "decode") if few else "prefill"
     sizes = _TUNED.get((target.chip.name, kind), _FEW if few else _MANY)
     at_once, together, keys, part, chunks = _INTERPRETED if target.interpret else sizes
     if few:

@@ -1,11 +1,13 @@
 """Scores of one block of keys that is already in vector memory: what Pallas kernels call inside of their own bodies.
 
-Keys are on lanes, and the heads of a token on sublanes, so that the sum over heads is an addition of whole registers.
-Tokens go in groups of a power of two, at most eight: the rows of a group are its heads, and of each head its tokens,
-which leaves eight sublanes of partial sums, folded `log2(8 / group)` times. No token is padded: six are 4 and 2.
+Keys are on lanes and heads on sublanes, so that the sum over heads is an addition of whole registers. Tokens go in
+groups of up to eight: the rows of a group are its heads, and of each head its tokens. Every `lcm(8, tokens)` rows the
+same tokens are on the same sublanes; such rows are added up, and the sums folded to the tokens. No token is padded.
 """
 
 from __future__ import annotations
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +19,9 @@ _ROWS = 16
 
 
 def token_groups(tokens: int) -> tuple[int, ...]:
-    """Sizes of the groups of tokens, the largest first."""
+    """Sizes of the groups of tokens, eight each but for the last."""
     rest = tokens % SUBLANES
-    return (SUBLANES,) * (tokens // SUBLANES) + tuple(size for size in (4, 2, 1) if rest & size)
+    return (SUBLANES,) * (tokens // SUBLANES) + ((rest,) if rest else ())
 
 
 def padded_heads(heads: int) -> int:
@@ -57,14 +59,12 @@ def _grouped(values: jax.Array) -> jax.Array:
     """`[..., tokens, heads, width]` as rows, group after group, head after head."""
     *outer, tokens, heads, width = values.shape
     whole = tokens // SUBLANES * SUBLANES
-    parts, start = [], whole
+    parts = []
     if whole:
         eights = values[..., :whole, :, :].reshape(*outer, whole // SUBLANES, SUBLANES, heads, width)
         parts.append(jnp.swapaxes(eights, -3, -2).reshape(*outer, whole * heads, width))
-    for size in token_groups(tokens - whole):
-        part = jnp.swapaxes(values[..., start : start + size, :, :], -3, -2)
-        parts.append(part.reshape(*outer, size * heads, width))
-        start += size
+    if tokens > whole:
+        parts.append(jnp.swapaxes(values[..., whole:, :, :], -3, -2).reshape(*outer, -1, width))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-2)
 
 
@@ -116,12 +116,13 @@ def _sum_heads(dots: jax.Array, weights: jax.Array, size: int) -> jax.Array:
     columns = weights.shape[1]
     if keys % columns:  # not whole lanes: interpreted
         weights, columns = jnp.broadcast_to(weights[:, :1], (rows, keys)), keys
+    period = math.lcm(SUBLANES, size)
     parts = []
     for start in range(0, keys, columns):
         terms = jnp.maximum(dots[:, start : start + columns], 0.0) * weights
-        parts.append(jnp.sum(terms.reshape(rows // SUBLANES, SUBLANES, columns), axis=0))
+        parts.append(jnp.sum(terms.reshape(rows // period, period, columns), axis=0))
     total = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
-    height = SUBLANES
+    height = period
     while height > size:
         height //= 2
         total = total[:height] + total[height : 2 * height]
