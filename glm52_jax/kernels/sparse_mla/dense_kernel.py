@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 LOWEST = -1e30  # of a maximum: finite, so that the difference of two is
 WORD = 32
+_WORD_BITS = 5
 LOG2_E = math.log2(math.e)
 _STEP_ROWS = 64  # whose weights are computed between two products
 _SLOT, _STARTED, _COUNTS = 0, 1, 2  # places in the kernel's state
@@ -76,9 +77,9 @@ def kernel(plan: Plan, scale: float, layer: Any, lengths: Any, table: Any, live:
 
     @pl.when(step + 1 == plan.steps)
     def _last() -> None:
-        state[_COUNTS + (step + 1) % 2] = 0
+        state[_COUNTS + ((step + 1) & 1)] = 0
 
-    count, following = state[_COUNTS + step % 2], state[_COUNTS + (step + 1) % 2]
+    count, following = state[_COUNTS + (step & 1)], state[_COUNTS + ((step + 1) & 1)]
 
     @pl.when((count > 0) & (state[_STARTED] == 0))
     def _start() -> None:
@@ -127,11 +128,11 @@ class _Blocks:
     def list_live(self, step: Any) -> None:
         """Lists the blocks that this core reads for a tile."""
         plan, scratch = self.plan, self.scratch
-        first = step % 2 * plan.blocks
+        first = (step & 1) * plan.blocks
         words = plan.item(self.core, step) * plan.words
 
         def bit(block: Any) -> Any:
-            return (self.live[words + block // WORD] >> (block % WORD)) & 1
+            return (self.live[words + (block >> _WORD_BITS)] >> (block & (WORD - 1))) & 1
 
         count = jax.lax.fori_loop(0, plan.blocks, lambda b, n: n + bit(b), 0) if plan.splits > 1 else plan.blocks
         low, high = (count * (self.core + end) // plan.splits if plan.splits > 1 else end * count for end in (0, 1))
@@ -142,14 +143,17 @@ class _Blocks:
             return found + bit(block)
 
         found = jax.lax.fori_loop(0, plan.blocks, add, jnp.int32(0))
-        scratch.state[_COUNTS + step % 2] = jnp.minimum(found, high) - low
+        scratch.state[_COUNTS + (step & 1)] = jnp.minimum(found, high) - low
 
     def _number(self, step: Any, number: Any) -> Any:
-        return self.scratch.listed[step % 2 * self.plan.blocks + number]
+        return self.scratch.listed[(step & 1) * self.plan.blocks + number]
+
+    def _sequence(self, step: Any) -> Any:
+        return jax.lax.div(jnp.asarray(self.plan.item(self.core, step), jnp.int32), jnp.int32(self.plan.tiles))
 
     def left(self, step: Any, number: Any) -> Any:
         """Written rows from the start of a block on."""
-        sequence = self.plan.item(self.core, step) // self.plan.tiles
+        sequence = self._sequence(step)
         return self.lengths[sequence] - self._number(step, number) * self.plan.keys
 
     def start(self, step: Any, number: Any, slot: Any) -> None:
@@ -158,7 +162,7 @@ class _Blocks:
         item, block = plan.item(self.core, step), self._number(step, number)
         keys = pl.ds(pl.multiple_of(block * plan.keys, plan.keys), plan.keys)
         self._copy(self.seen.at[item, :, keys], self.scratch.seen, slot).start()
-        first = item // plan.tiles * plan.table + block * plan.pages
+        first = self._sequence(step) * plan.table + block * plan.pages
         last = self.stacks[0].shape[1] - 1
 
         def page(number: Any) -> None:
@@ -188,7 +192,8 @@ class _Blocks:
     def _each(self, step: Any, number: Any, page: Any, whole: Any = None) -> None:
         """Does something for each page of a block, without a loop for a full one; its length may cut the last one."""
         plan = self.plan
-        count = (self.left(step, number) + plan.page - 1) // plan.page
+        # Of a live block something is left; a plain division of signed numbers takes twice the instructions.
+        count = jax.lax.div(self.left(step, number) + plan.page - 1, jnp.int32(plan.page))
 
         @pl.when(count >= plan.pages)
         def _full() -> None:
