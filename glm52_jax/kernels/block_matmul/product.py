@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from glm52_jax.kernels import Target
+from glm52_jax.kernels.pallas import LANES, SUBLANES
 from glm52_jax.quant import FLOAT8, BlockQuantized, Weight
 
 _UP, _BACK = 2.0**64, 2.0**56  # rows by the first, sums by the second: together the 2 ** 120 that widening took away
@@ -168,6 +169,50 @@ def values_of(weight: Weight) -> jax.Array:
     return weight.codes if isinstance(weight, BlockQuantized) else weight
 
 
-def scales_of(weight: Weight) -> jax.Array | None:
+def scales_of(weight: Weight) -> Scales | None:
     """The scales of the codes; None for plain weights."""
-    return weight.scales if isinstance(weight, BlockQuantized) else None
+    if not isinstance(weight, BlockQuantized):
+        return None
+    rows, columns = weight.scales.shape[-2:]
+    # Of two layouts a TPU keeps an array in the one that pads less, and would copy it for a kernel that wants the other.
+    flipped = _padded(columns, rows) < _padded(rows, columns)
+    return Scales(jnp.swapaxes(weight.scales, -1, -2) if flipped else weight.scales, flipped)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scales:
+    """Scales as a kernel takes them, a whole matrix of them at a time in scalar memory.
+
+    Attributes:
+        array: `[..., rows, columns]` of blocks, or with these two exchanged.
+        flipped: whether they are.
+    """
+
+    array: jax.Array
+    flipped: bool
+
+    def spec(self, index: Callable[..., tuple[Any, ...]], pieces: Sequence[int] = ()) -> pl.BlockSpec:
+        """Those of one matrix, or of some side by side; `index` gives the first numbers, up to those of `pieces`."""
+        last = (*pieces, *self.array.shape[-2:])
+        zeros = (0,) * len(last)
+        squeezed = (None,) * (self.array.ndim - len(last))
+        return pl.BlockSpec(
+            (*squeezed, *last), lambda *numbers: (*index(*numbers), *zeros), memory_space=pltpu.SMEM
+        )
+
+    @property
+    def rows(self) -> int:
+        """Of blocks in a matrix."""
+        return self.array.shape[-1 if self.flipped else -2]
+
+    def reshaped(self, pieces: int) -> Scales:
+        """As `[layers, pieces, ...]`."""
+        return Scales(self.array.reshape(-1, pieces, *self.array.shape[-2:]), self.flipped)
+
+    def of(self, reference: Any, row: Any, column: Any, *piece: Any) -> Any:
+        """One scale, from what the kernel was given."""
+        return reference[(*piece, column, row) if self.flipped else (*piece, row, column)]
+
+
+def _padded(rows: int, columns: int) -> int:
+    return -(-rows // SUBLANES) * -(-columns // LANES)

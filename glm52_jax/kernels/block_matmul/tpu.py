@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.block_matmul import blocks
-from glm52_jax.kernels.block_matmul.product import Form, scales_of, values_of
+from glm52_jax.kernels.block_matmul.product import Form, Scales, scales_of, values_of
 from glm52_jax.kernels.pallas import call
 from glm52_jax.quant import Weight
 
@@ -41,16 +41,11 @@ def block_matmul_tiled(
         pl.BlockSpec((None, None, sizes.out, inner), block_of),
     ]
     if scales is not None:
-        operands.append(scales.reshape(-1, pieces, *scales.shape[-2:]))
-        specs.append(
-            pl.BlockSpec(
-                (None, None, *scales.shape[-2:]),
-                lambda piece, column, row, layer: (layer[0], piece, 0, 0),
-                memory_space=pltpu.SMEM,
-            )
-        )
+        scales = scales.reshaped(pieces)
+        operands.append(scales.array)
+        specs.append(scales.spec(lambda piece, column, row, layer: (layer[0], piece)))
     result = call(
-        functools.partial(_kernel, form, sizes),
+        functools.partial(_kernel, form, scales, sizes),
         name="block_matmul",
         target=target,
         cost=blocks.cost(padded.shape[0], weight, x.dtype, dtype),
@@ -67,9 +62,11 @@ def block_matmul_tiled(
     return result.reshape(-1, *between, out)[:rows]
 
 
-def _kernel(form: Form, sizes: blocks.Blocks, layer: Any, x: Any, weight: Any, *refs: Any) -> None:
+def _kernel(
+    form: Form, scales: Scales | None, sizes: blocks.Blocks, layer: Any, x: Any, weight: Any, *refs: Any
+) -> None:
     del layer
-    *scales, out = refs
+    *scale_refs, out = refs
     block = pl.program_id(1) * sizes.out
 
     def some_rows(part: Any, carry: Any) -> Any:
@@ -77,10 +74,10 @@ def _kernel(form: Form, sizes: blocks.Blocks, layer: Any, x: Any, weight: Any, *
 
         def columns(first: Any, size: int) -> None:
             def scale(number: int, column: int) -> Any:
-                assert form.block is not None
+                assert form.block is not None and scales is not None
                 # The last block of rows may reach past the matrix, and what it gives there is not kept.
-                row = jnp.minimum((block + first) // form.block[0] + number, scales[0].shape[0] - 1)
-                return scales[0][row, column]
+                row = jnp.minimum((block + first) // form.block[0] + number, scales.rows - 1)
+                return scales.of(scale_refs[0], row, column)
 
             sums = form.sums(x.at[here], weight.at[pl.ds(first, size)], scale)
             out[here, pl.ds(first, size)] = form.in_order(sums.astype(out.dtype))

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from glm52_jax.kernels import Target
-from glm52_jax.kernels.block_matmul.product import Form, scales_of, values_of
+from glm52_jax.kernels.block_matmul.product import Form, Scales, scales_of, values_of
 from glm52_jax.kernels.experts import blocks
 from glm52_jax.kernels.experts.groups import in_use
 from glm52_jax.kernels.pallas import call
@@ -40,31 +40,28 @@ def routed_experts_few(
     cores = target.chip.cores_per_device if width // tile % target.chip.cores_per_device == 0 else 1
     steps = width // tile // cores
     up_form, down_form = Form.of(gate_up, x, tile, target), Form.of(down, x, embed, target)
-    active, used = in_use(jnp.any(experts.reshape(-1, 1) == jnp.arange(count), axis=0))
+    active, used = in_use(jnp.any(experts.T == jnp.arange(count)[:, None, None], axis=(1, 2)))
 
-    def weight_block(core: Any, slot: Any, step: Any, layer: Any, active: Any, used: Any) -> tuple[Any, ...]:
-        return layer[0], active[slot], 0, core * steps + step, 0
+    def at(*index: Any) -> Any:
+        def of(core: Any, slot: Any, step: Any, layer: Any, active: Any, used: Any) -> tuple[Any, ...]:
+            return layer[0], active[slot], *(core * steps + step if i is None else i for i in index)
 
-    def down_block(core: Any, slot: Any, step: Any, layer: Any, active: Any, used: Any) -> tuple[Any, ...]:
-        return layer[0], active[slot], 0, core * steps + step
+        return of
 
-    def of_expert(core: Any, slot: Any, step: Any, layer: Any, active: Any, used: Any) -> tuple[Any, ...]:
-        return layer[0], active[slot], 0, 0, 0
-
-    operands = [up_form.prepare(x), experts, gates, values_of(gate_up), values_of(down)]
+    # Narrow arrays lie with their long side in the lanes.
+    operands = [x.astype(up_form.dtype), experts.T, gates.T, values_of(gate_up), values_of(down)]
     specs = [
         *(pl.BlockSpec(array.shape, lambda *_: (0, 0)) for array in operands[:3]),
-        pl.BlockSpec((None, None, 2, tile, embed), weight_block),
-        pl.BlockSpec((None, None, embed, tile), down_block),
+        pl.BlockSpec((None, None, 2, tile, embed), at(0, None, 0)),
+        pl.BlockSpec((None, None, embed, tile), at(0, None)),
     ]
-    for weight in (gate_up, down):
-        scales = scales_of(weight)
-        if scales is not None:
-            scales = scales.reshape(*scales.shape[:2], -1, *scales.shape[-2:])
-            operands.append(scales)
-            specs.append(pl.BlockSpec((None, None, *scales.shape[2:]), of_expert, memory_space=pltpu.SMEM))
+    scales = scales_of(gate_up), scales_of(down)
+    for held, pieces in zip(scales, ((2,), ()), strict=True):
+        if held is not None:
+            operands.append(held.array)
+            specs.append(held.spec(at(), pieces))
     out = call(
-        functools.partial(_kernel, up_form, down_form, steps),
+        functools.partial(_kernel, up_form, down_form, scales, steps),
         name="experts_few",
         target=target,
         cost=blocks.cost(tokens, used_experts(tokens, experts.shape[1], count), gate_up, down),
@@ -75,7 +72,11 @@ def routed_experts_few(
             grid=(cores, jnp.maximum(used, 1), steps),
             in_specs=specs,
             out_specs=pl.BlockSpec((None, tokens, embed), lambda core, *_: (core, 0, 0)),
-            scratch_shapes=[pltpu.VMEM((tokens, tile), down_form.dtype)],
+            scratch_shapes=[
+                pltpu.VMEM(x.shape, up_form.dtype),
+                *(pltpu.VMEM(experts.shape, array.dtype) for array in (experts, gates)),
+                pltpu.VMEM((tokens, tile), down_form.dtype),
+            ],
         ),
     )(jnp.asarray(layer, jnp.int32).reshape(1), active, used.reshape(1), *operands)
     return jnp.sum(out, axis=0)
@@ -86,16 +87,27 @@ def used_experts(tokens: int, k: int, count: int) -> int:
     return min(count, tokens * k)
 
 
-def _kernel(up: Form, down: Form, steps: int, layer: Any, active: Any, used: Any, *refs: Any) -> None:
+def _kernel(
+    up: Form,
+    down: Form,
+    scales: tuple[Scales | None, Scales | None],
+    steps: int,
+    layer: Any,
+    active: Any,
+    used: Any,
+    *refs: Any,
+) -> None:
     del layer
-    x, experts, gates, gate_up, down_values, *scales, out, hidden = refs
-    up_scales, down_scales = scales or (None, None)
+    rows, experts_across, gates_across, gate_up, down_values, *held, out, x, experts, gates, hidden = refs
+    up_scales, down_scales = scales
     core, slot, step = (pl.program_id(axis) for axis in range(3))
     tile = gate_up.shape[1]
 
     @pl.when((slot == 0) & (step == 0))
     def _start() -> None:
         out[...] = jnp.zeros(out.shape, out.dtype)
+        x[...] = up.prepare(rows[...])
+        experts[...], gates[...] = experts_across[...].T, gates_across[...].T
 
     @pl.when(slot < used[0])
     def _expert() -> None:
@@ -110,8 +122,8 @@ def _kernel(up: Form, down: Form, steps: int, layer: Any, active: Any, used: Any
             for half in range(2):
 
                 def scale(number: int, column: int, half: int = half, row: Any = row) -> Any:
-                    assert up.block is not None
-                    return up_scales[half, row // up.block[0] + number, column]
+                    assert up.block is not None and up_scales is not None
+                    return up_scales.of(held[0], row // up.block[0] + number, column, half)
 
                 halves.append(up.sums(x, gate_up.at[half, pl.ds(first, size)], scale))
             values = jax.nn.silu(halves[0]) * halves[1] * gate_of
@@ -122,11 +134,12 @@ def _kernel(up: Form, down: Form, steps: int, layer: Any, active: Any, used: Any
         for first, size in down.groups(out.shape[1]):
 
             def scale_down(number: int, column: int, first: int = first) -> Any:
-                assert down.block is not None
-                return down_scales[0, first // down.block[0] + number, block // down.block[1] + column]
+                assert down.block is not None and down_scales is not None
+                columns = block // down.block[1] + column
+                return down_scales.of(held[1], first // down.block[0] + number, columns)
 
-            rows = pl.ds(first, size)
-            out[:, rows] += down.sums(hidden, down_values.at[rows], scale_down)
+            here = pl.ds(first, size)
+            out[:, here] += down.sums(hidden, down_values.at[here], scale_down)
 
     @pl.when((slot == pl.num_programs(1) - 1) & (step == steps - 1))
     def _finish() -> None:

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from glm52_jax.kernels import Target
-from glm52_jax.kernels.block_matmul.product import Form, scales_of, values_of
+from glm52_jax.kernels.block_matmul.product import Form, Scales, scales_of, values_of
 from glm52_jax.kernels.experts import blocks
 from glm52_jax.kernels.experts.groups import Groups, group_at, groups_of, rows_of
 from glm52_jax.kernels.pallas import SUBLANES, call
@@ -86,20 +86,20 @@ def _hidden(
 
     def at(*index: Any) -> Any:
         def of(core: Any, step: Any, slot: Any, layer: Any, window: Any, expert: Any, *_: Any) -> tuple[Any, ...]:
-            return layer[0], expert[window[3] + slot], 0, *(core * steps + step if i is None else i for i in index)
+            return layer[0], expert[window[3] + slot], *(core * steps + step if i is None else i for i in index)
 
         return of
 
     operands, specs = [rows, gate, values_of(weight)], [
         pl.BlockSpec(memory_space=pl.ANY),
         pl.BlockSpec(gate.shape, lambda *_: (0, 0)),
-        pl.BlockSpec((None, None, 2, sizes.up, embed), at(None, 0)),
+        pl.BlockSpec((None, None, 2, sizes.up, embed), at(0, None, 0)),
     ]
     if (scales := scales_of(weight)) is not None:
-        operands.append(scales)
-        specs.append(pl.BlockSpec((None, None, *scales.shape[2:]), at(0, 0), memory_space=pltpu.SMEM))
+        operands.append(scales.array)
+        specs.append(scales.spec(at(), (2,)))
     return call(
-        functools.partial(_hidden_kernel, forms, sizes, steps),
+        functools.partial(_hidden_kernel, forms, scales, sizes, steps),
         name="experts_hidden",
         target=target,
         cost=blocks.product_cost(rows.shape[0], min(count, sizes.window), weight),
@@ -121,6 +121,7 @@ def _hidden(
 
 def _hidden_kernel(
     forms: tuple[Form, Form],
+    scales: Scales | None,
     sizes: blocks.Grouped,
     steps: int,
     layer: Any,
@@ -135,7 +136,7 @@ def _hidden_kernel(
 ) -> None:
     """One expert's rows of a window by one block of its width."""
     del layer, expert
-    (*scales, _, out, held, arrived), (up, down) = refs, forms
+    (*scale_refs, _, out, held, arrived), (up, down) = refs, forms
     core, step, slot = (pl.program_id(axis) for axis in range(3))
     _, start, end, first_group = (window[i] for i in range(4))
     block, group = (core * steps + step) * sizes.up, first_group + slot
@@ -164,8 +165,8 @@ def _hidden_kernel(
             for half in range(2):
 
                 def scale(number: int, column: int, half: int = half) -> Any:
-                    assert up.block is not None
-                    return scales[0][half, (block + first) // up.block[0] + number, column]
+                    assert up.block is not None and scales is not None
+                    return scales.of(scale_refs[0], (block + first) // up.block[0] + number, column, half)
 
                 halves.append(up.sums(held.at[here], weight.at[half, pl.ds(first, size)], scale))
             values = jax.nn.silu(halves[0]) * halves[1] * gate[here]
@@ -205,10 +206,10 @@ def _outputs(
         pl.BlockSpec((None, None, sizes.down, width), at(None, 0)),
     ]
     if (scales := scales_of(weight)) is not None:
-        operands.append(scales)
-        specs.append(pl.BlockSpec((None, None, *scales.shape[2:]), at(0, 0), memory_space=pltpu.SMEM))
+        operands.append(scales.array)
+        specs.append(scales.spec(at()))
     return call(
-        functools.partial(_outputs_kernel, form, sizes, steps),
+        functools.partial(_outputs_kernel, form, scales, sizes, steps),
         name="experts_outputs",
         target=target,
         cost=blocks.product_cost(hidden.shape[0], count, weight),
@@ -230,6 +231,7 @@ def _outputs(
 
 def _outputs_kernel(
     form: Form,
+    scales: Scales | None,
     sizes: blocks.Grouped,
     steps: int,
     layer: Any,
@@ -244,7 +246,7 @@ def _outputs_kernel(
 ) -> None:
     """One expert's rows by one block of columns of the result, each added to its token."""
     del layer, expert
-    *scales, out, held, results, arrived = refs
+    *scale_refs, out, held, results, arrived = refs
     core, step, group = (pl.program_id(axis) for axis in range(3))
     block, end = (core * steps + step) * sizes.down, used[1]
     first = tiles[group]
@@ -274,8 +276,8 @@ def _outputs_kernel(
 
         def columns(first: Any, size: int) -> None:
             def scale(number: int, column: int) -> Any:
-                assert form.block is not None
-                return scales[0][(block + first) // form.block[0] + number, column]
+                assert form.block is not None and scales is not None
+                return scales.of(scale_refs[0], (block + first) // form.block[0] + number, column)
 
             sums = form.sums(held.at[place], weight.at[pl.ds(first, size)], scale)
             results[:, pl.ds(first, size)] = form.in_order(sums)
