@@ -42,7 +42,7 @@ class Blocks:
 _READ_AHEAD = 8 << 20
 """Bytes of a block: reading them takes about as long as a selection, which then holds up nothing."""
 
-_KEYS, _PART = 2048, 1024
+_KEYS, _PART = 8192, 2048
 
 
 def choose(
@@ -81,10 +81,10 @@ def vmem_bytes(rows: int, capacity: int, block: int, key_bytes: int, k: int) -> 
     """Vector memory that the kernel needs: two blocks of keys, a block of scores, and what the selection works in.
 
     That is every score once, a quarter of that at most as candidates, and of the row that is listed a word for every
-    run of 128, in tiles: starts, distances and rows.
+    run of 128, in tiles: starts, lengths, distances and rows.
     """
     positions = round_up(capacity, block)
-    score_bytes = 4 * rows * positions * 5 // 4 + positions * (4 + 1 + 1) + 4 * rows * block
+    score_bytes = 4 * rows * positions * 5 // 4 + positions * (4 + 2 + 1 + 1) + 4 * rows * block
     lists = 4 * 2 * 3 * rows * round_up(k, SUBLANES * LANES)
     return 2 * block * key_bytes + score_bytes + lists + (2 << 20)
 

@@ -157,7 +157,7 @@ def _select(shape: Shape, used: Any, image: Any, kept: Any, edge: Any, indices: 
         position_of=lambda i: first + i * (SUBLANES // sizes.rows * LANES),
         position_bits=(sizes.positions - 1).bit_length(),
     )
-    compact.write_lists(sizes, image, edge, used, indices.at[0], values.at[0], scratch)
+    compact.write_lists(sizes, image, edge, used, indices.at[0], values.at[0], scratch, shape.tokens)
 
 
 def _lay_out(shape: Shape, scores: Any, found: jax.Array, part: jax.Array) -> None:

@@ -80,11 +80,10 @@ def _fused(
     batch, tokens, heads, dim = queries.shape
     short = -batch % blocks.cores
     if short:  # sequences without tokens, so that every core has as many
-        padded = [jnp.pad(x, ((0, short), *[(0, 0)] * (x.ndim - 1))) for x in (queries, head_weights, page_table)]
+        more = (jnp.pad(x, ((0, short), *[(0, 0)] * (x.ndim - 1))) for x in (queries, head_weights, page_table))
         nobody = jnp.pad(positions, ((0, short), (0, 0)), constant_values=-1)
-        found = _fused(
-            padded[0], padded[1], padded[2], nobody, keys=keys, indexer=indexer, k=k, target=target, blocks=blocks
-        )
+        again = functools.partial(_fused, keys=keys, indexer=indexer, k=k, target=target, blocks=blocks)
+        found = again(*more, positions=nobody)
         return found[0][:batch], found[1][:batch]
     parts = key_parts(keys)
     layer_pages, page_size, width = parts[0].shape[1:]

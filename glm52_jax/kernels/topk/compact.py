@@ -31,37 +31,41 @@ _ONES = 0x01010101
 
 
 def scratch(blocks: Blocks) -> list[Any]:
-    """What `write_lists` works in: packed distances, starts of runs, the list's positions and images,
-    one register of both, and registers laid into rows."""
+    """What `write_lists` works in: packed distances, lengths and starts of runs, the list's positions and images,
+    registers of both, and registers laid into rows."""
     end = blocks.list_rows + 1
     return [
         pltpu.VMEM((blocks.runs // _FIELDS, LANES), jnp.int32),
+        pltpu.VMEM((blocks.runs, LANES), jnp.bfloat16),
         pltpu.VMEM((blocks.runs, LANES), jnp.int32),
         pltpu.VMEM((end, LANES), jnp.int32),
         pltpu.VMEM((end, LANES), jnp.int32),
-        pltpu.VMEM((2 * SUBLANES, LANES), jnp.int32),
+        pltpu.VMEM((2 * _turned_together(blocks) * SUBLANES, LANES), jnp.int32),
         *[pltpu.VMEM((blocks.runs // SUBLANES, LANES), jnp.int32)] * 2,
     ]
 
 
-def write_lists(blocks: Blocks, image: Any, edge: Any, used: Any, indices: Any, values: Any, scratch: Any) -> None:
-    """Writes the lists of all rows.
+def write_lists(
+    blocks: Blocks, image: Any, edge: Any, used: Any, indices: Any, values: Any, scratch: Any, rows: Any
+) -> None:
+    """Writes the lists of the first rows.
 
     Args:
         image: int32 `[registers * 8, 128]`: of each row, no more than `k` are at or above its threshold.
         edge: int32 `[8, 128]`, the thresholds.
         used: chunks that were taken in.
-        indices, values: int32 and float32 `[rows, list_rows, 128]`.
+        indices, values: int32 and float32 `[blocks.rows, list_rows, 128]`.
+        rows: how many there are, an int or traced.
     """
-    packed, starts, *lists, spare, row_positions, row_images = scratch
-    rows = row_positions, row_images
+    packed, lengths, starts, *lists, spare, row_positions, row_images = scratch
+    laid = row_positions, row_images
 
     def row(number: jax.Array | int, carry: None) -> None:
         runs = _Runs(blocks, image, number)
-        total = _count(blocks, runs, edge, used, packed, starts)
+        total = _count(blocks, runs, edge, used, packed, lengths, starts)
         _move(blocks, used, packed)
-        _turn(blocks, runs, used, packed, starts, rows)
-        _append(blocks, runs, used, packed, starts, rows, lists, spare)
+        _turn(blocks, runs, used, packed, starts, spare, laid)
+        _append(blocks, runs, used, packed, starts, laid, lists, spare)
         entries = lists[0][: blocks.list_rows, :], lists[1][: blocks.list_rows, :]
         entry = jax.lax.broadcasted_iota(jnp.int32, (blocks.list_rows, LANES), 0) * LANES + _lane(blocks.list_rows)
         indices[number] = jnp.where(entry < total, entries[0], -1)
@@ -70,7 +74,7 @@ def write_lists(blocks: Blocks, image: Any, edge: Any, used: Any, indices: Any, 
     if blocks.rows == 1:
         row(0, None)
     else:
-        jax.lax.fori_loop(0, blocks.rows, row, None)
+        jax.lax.fori_loop(0, rows, row, None)
 
 
 def write_nothing(indices: Any, values: Any) -> None:
@@ -96,7 +100,7 @@ def _lane(rows: int) -> jax.Array:
     return jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
 
 
-def _count(blocks: Blocks, runs: _Runs, edge: Any, used: Any, packed: Any, starts: Any) -> jax.Array:
+def _count(blocks: Blocks, runs: _Runs, edge: Any, used: Any, packed: Any, lengths: Any, starts: Any) -> jax.Array:
     """Distances that the chosen move, packed, and where each run's part of the list starts, with its length.
 
     Returns:
@@ -113,24 +117,31 @@ def _count(blocks: Blocks, runs: _Runs, edge: Any, used: Any, packed: Any, start
     up_to = jnp.concatenate([triangle(LANES, jax.lax.lt), jnp.ones((LANES, LANES), jnp.bfloat16)], axis=1)
     earlier = triangle(size, jax.lax.gt)
 
-    def group(index: jax.Array, start: jax.Array) -> jax.Array:
+    def within(index: jax.Array, carry: None) -> None:
+        at = pl.ds(pl.multiple_of(index * size, SUBLANES), size)
         chosen = runs(index * size, size) >= bound
         # A score moves by as many lanes as there are others that are not chosen before it.
         counted = _dot(jnp.where(chosen, 0.0, 1.0).astype(jnp.bfloat16), up_to)
-        length = LANES - counted[:, LANES:]
-        before = _dot(earlier, length.astype(jnp.bfloat16)) + start
+        lengths[at, :] = (LANES - counted[:, LANES:]).astype(jnp.bfloat16)
         distance = jnp.where(chosen, counted[:, :LANES], 0.0).astype(jnp.int32)
         part = size // _FIELDS
         word = distance[:part]
         for field in range(1, _FIELDS):
             word = word | (distance[field * part : (field + 1) * part] << (_FIELD * field))
         packed[pl.ds(pl.multiple_of(index * part, SUBLANES), part), :] = word
+
+    def across(index: jax.Array, start: jax.Array) -> jax.Array:
         at = pl.ds(pl.multiple_of(index * size, SUBLANES), size)
+        length = lengths[at, :]
+        before = _dot(earlier, length) + start
+        length = length.astype(jnp.float32)
         starts[at, :] = (before * (1 << _FIELD) + length).astype(jnp.int32)
         return before[-1:] + length[-1:]
 
-    zero = jnp.zeros((1, LANES), jnp.float32)
-    total = unrolled(blocks.chunk_runs // size, group, zero, blocks.unroll // 16, used)
+    # One after the other, so that no product waits for the one before.
+    groups = blocks.chunk_runs // size
+    unrolled(groups, within, None, blocks.unroll // 16, used)
+    total = unrolled(groups, across, jnp.zeros((1, LANES), jnp.float32), blocks.unroll // 8, used)
     return total.astype(jnp.int32)[0, 0]
 
 
@@ -178,19 +189,32 @@ def _turned(
     return entry < (start & ((1 << _FIELD) - 1)), run * LANES + source, found
 
 
-def _turn(blocks: Blocks, runs: _Runs, used: Any, packed: Any, starts: Any, rows: Any) -> None:
+def _turn(blocks: Blocks, runs: _Runs, used: Any, packed: Any, starts: Any, laid: Any, rows: Any) -> None:
     """Lays the runs of each register over each other: a row of it, if they have no more than 128 entries together."""
-    size = blocks.group // SUBLANES
-    part = size // _FIELDS
+    group = blocks.group // SUBLANES
+    part = group // _FIELDS
+    size = _turned_together(blocks)
 
-    def group(index: jax.Array, carry: None) -> None:
+    def several(index: jax.Array, carry: None) -> None:
         for i in range(size):
             register = index * size + i
-            is_entry, *turned = _turned(runs, packed, starts, register, index * part + i % part, i // part)
-            for row, values in zip(rows, turned, strict=True):
-                row[pl.ds(register, 1), :] = jnp.sum(jnp.where(is_entry, values, 0), axis=0, keepdims=True)
+            word = (index * (size // group) + i // group) * part + i % part
+            is_entry, *turned = _turned(runs, packed, starts, register, word, i % group // part)
+            for number, values in enumerate(turned):
+                laid[pl.ds((number * size + i) * SUBLANES, SUBLANES), :] = jnp.where(is_entry, values, 0)
+        # Each run of several registers at a time: sums of whole registers.
+        for number, row in enumerate(rows):
+            first = number * size * SUBLANES
+            parts = [laid[pl.ds(first + run, size, stride=SUBLANES), :] for run in range(SUBLANES)]
+            row[pl.ds(index * size, size), :] = sum(parts[1:], parts[0])
 
-    unrolled(blocks.chunk_runs // blocks.group, group, None, blocks.unroll // size, used)
+    unrolled(blocks.chunk_runs // (SUBLANES * size), several, None, 1, used)
+
+
+def _turned_together(blocks: Blocks) -> int:
+    """Registers, of whole groups, that are turned without waiting for each other."""
+    group = blocks.group // SUBLANES
+    return group * math.gcd(blocks.chunk_runs // blocks.group, max(1, blocks.unroll // group))
 
 
 def _append(
@@ -227,7 +251,7 @@ def _append(
         """Runs that have more than 128 entries together."""
         group, i = register // group_size, register % group_size
         _, *turned = _turned(runs, packed, starts, register, group * part + i % part, i // part)
-        spare[:SUBLANES, :], spare[SUBLANES:, :] = turned
+        spare[:SUBLANES, :], spare[SUBLANES : 2 * SUBLANES, :] = turned
 
         def one(run: jax.Array, carry: None) -> None:
             at, end = ends(register * SUBLANES + run)

@@ -157,9 +157,14 @@ class _Rows:
     def absorb(self, scores: Any, image: Any, kept: Any) -> None:
         """Takes in the chunk of this step."""
         chunk = pl.program_id(2)
+        # Rows that are not there would be searched for ties.
+        there = self.inner - pl.program_id(1) * self.blocks.rows
+        is_row = jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), 0) % self.blocks.rows < there
 
         def load(index: jax.Array) -> jax.Array:
             values = image_of(self.register(scores, index))
+            if self.inner % self.blocks.rows:
+                values = jnp.where(is_row, values, NONE)
             if self.blocks.positions == self.positions:
                 return values
             position = self.position(chunk * self.blocks.chunk_registers + index)
@@ -183,26 +188,19 @@ def _is_last_chunk() -> jax.Array:
 def _list_kernel(scores, indices, values, image, kept, edge, *scratch, rows: _Rows):  # noqa: ANN001, ANN002, ANN202
     """Lists of the rows of one block, at its last chunk."""
     rows.absorb(scores, image, kept)
+    there = jnp.minimum(rows.inner - pl.program_id(1) * rows.blocks.rows, rows.blocks.rows)
 
     @pl.when(_is_last_chunk())
     def _() -> None:
-        count = rows.find_edge(image, kept, edge)
-        write_best(rows.blocks, count, image, edge, rows.grid[2], indices, values, scratch)
+        most = jnp.max(rows.find_edge(image, kept, edge))
 
+        @pl.when(most > 0)
+        def _() -> None:
+            compact.write_lists(rows.blocks, image, edge, rows.grid[2], indices, values, scratch, there)
 
-def write_best(
-    blocks: Blocks, count: jax.Array, image: Any, edge: Any, used: Any, indices: Any, values: Any, scratch: Any
-) -> None:
-    """The lists of rows of which so many are at or above the threshold; cheap where there is nothing in any."""
-    most = jnp.max(count)
-
-    @pl.when(most > 0)
-    def _() -> None:
-        compact.write_lists(blocks, image, edge, used, indices, values, scratch)
-
-    @pl.when(most == 0)
-    def _() -> None:
-        compact.write_nothing(indices, values)
+        @pl.when(most == 0)
+        def _() -> None:
+            compact.write_nothing(indices, values)
 
 
 def _last_kernel(*refs, rows: _Rows, listed: bool):  # noqa: ANN002, ANN202
