@@ -18,7 +18,6 @@ from benchmarks.kernels.case import OURS, Case
 
 CASES, SWEEP = "cases", "sweep"
 _ROOT = Path(__file__).parents[2]
-_OWN = frozenset({"__main__", "case", "catalogue", "figures", "grid", "measure", "progress", "store", "table", "work"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +38,8 @@ class Entry:
 
 
 def modules() -> list[str]:
-    """Names of the modules with cases."""
-    return [found.name for found in pkgutil.iter_modules(kernels.__path__) if found.name not in _OWN]
+    """Names of the modules that may have cases."""
+    return [found.name for found in pkgutil.iter_modules(kernels.__path__) if found.name != "__main__"]
 
 
 def entries(module: str, kind: str = CASES) -> list[Entry]:

@@ -5,9 +5,8 @@ import types
 
 import pytest
 
-from benchmarks import kernels
 from benchmarks.kernels import catalogue, grid, measure, table
-from benchmarks.kernels.case import OURS, Built, Case
+from benchmarks.kernels.case import OURS, Case
 from benchmarks.kernels.catalogue import SWEEP, Entry
 from benchmarks.kernels.figures import BYTES, COPIES, FLOPS, Figures
 from benchmarks.kernels.store import Store
@@ -98,7 +97,7 @@ def test_cases_are_found_by_what_modules_define(monkeypatch):
     module.cases = lambda: [CASE, dataclasses.replace(CASE, form="xla", measured=False)]
     module.sweep = lambda: [("rows 8", CASE)]
     monkeypatch.setattr(catalogue.importlib, "import_module", lambda name: module)
-    assert {"measure", "case", "__main__"}.isdisjoint(catalogue.modules())
+    assert "__main__" not in catalogue.modules()
     found = catalogue.entries("op")
     assert [entry.number for entry in found] == [0, 1]
     assert catalogue.entries("op", SWEEP) == [Entry("op", SWEEP, 0, CASE, "rows 8")]
@@ -115,7 +114,6 @@ def test_every_module_is_about_one_operation_and_names_each_case_once():
         found = [entry.case for entry in catalogue.entries(module)]
         names = [(case.op, case.shape, case.form, chip) for case in found for chip in case.chips]
         assert len(names) == len(set(names)), module
+        assert len({case.op for case in found}) <= 1
         assert set().union(*(case.chips for case in found)) <= set(CHIPS)
         assert all(isinstance(case.hbm_bytes, (int, float)) and callable(case.build) for case in found)
-    assert kernels.__path__
-    assert Built(len, ()).donate == ()
