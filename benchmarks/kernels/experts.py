@@ -30,15 +30,16 @@ def _stacks(experts: int, kind: str) -> tuple[Any, Any]:
         gate_up, down = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
         return gate_up, down
     codes = FLOAT8 if kind == "fp8" else jnp.int8
-    gate_up, down = (
-        BlockQuantized(
-            jax.ShapeDtypeStruct(shape, codes),
-            jax.ShapeDtypeStruct((*shape[:-2], shape[-2] // _BLOCK, shape[-1] // _BLOCK), jnp.float32),
-            view=shape[-2:],
-        )
-        for shape in shapes
-    )
-    return gate_up, down
+
+    def in_blocks(shape: tuple[int, ...]) -> Any:
+        grid = (*shape[:-2], shape[-2] // _BLOCK, shape[-1] // _BLOCK)
+        arrays: dict[str, Any] = {
+            "codes": jax.ShapeDtypeStruct(shape, codes),
+            "scales": jax.ShapeDtypeStruct(grid, jnp.float32),
+        }
+        return BlockQuantized(**arrays, view=shape[-2:])
+
+    return in_blocks(shapes[0]), in_blocks(shapes[1])
 
 
 def _rows(tokens: int, experts: int, k: int) -> np.ndarray:
@@ -57,7 +58,7 @@ def _tokens_of(tokens: int, counts: np.ndarray, size: int) -> np.ndarray:
 
 def _few_scalars(counts: np.ndarray) -> dict[tuple[str, int], Any]:
     """Operands of a kernel whose grid is as long as the experts in use: that length, then what it fetches first."""
-    used = np.flatnonzero(counts)
+    used = np.flatnonzero(counts) if counts.any() else np.zeros(1, int)
     active = np.pad(used, (0, len(counts) - len(used)), mode="edge")
     # The first is the grid's length.
     operands = [len(used)], [1], active, [len(used)]
@@ -67,7 +68,7 @@ def _few_scalars(counts: np.ndarray) -> dict[tuple[str, int], Any]:
 def _grouped_scalars(tokens: int, counts: np.ndarray, sizes: blocks.Grouped) -> dict[tuple[str, int], Any]:
     """The same for the kernels for many rows; the first window stands for all."""
     experts = len(counts)
-    used = np.flatnonzero(counts)
+    used = np.flatnonzero(counts) if counts.any() else np.zeros(1, int)
     tiles = -(-counts // sizes.rows)
     first = (np.cumsum(tiles) - tiles)[used]
     end = min(sizes.window, int(tiles.sum()))
@@ -89,7 +90,7 @@ def _build(tokens: int, experts: int, k: int, kind: str, backend: str, chip: str
     scalars: dict[tuple[str, int], Any] = {}
     if backend == "tpu":
         counts, target = _rows(tokens, experts, k), Target(chips.chip(chip))
-        room = blocks.grouped(target, x, *weights)
+        room = blocks.grouped(target, x.dtype, *weights)
         room = room.within(blocks.most_tiles(tokens, k, experts, room.rows))
         scalars = _few_scalars(counts) | _grouped_scalars(tokens, counts, room)
         backend = f"tpu:{chip}"

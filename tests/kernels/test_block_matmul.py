@@ -43,9 +43,7 @@ def run(backend: str, dtype=None):
     quantised=st.booleans(),
 )
 @settings(max_examples=15, deadline=None)
-def test_any_shape(
-    rows: int, shape: tuple[int, ...], block: tuple[int, int], layer: int, quantised: bool
-) -> None:
+def test_any_shape(rows: int, shape: tuple[int, ...], block: tuple[int, int], layer: int, quantised: bool) -> None:
     weight, plain = stack(shape, block)
     x = np.random.default_rng(rows).standard_normal((rows, shape[-1])).astype(np.float32)
     got = block_matmul(x, weight if quantised else jnp.asarray(plain), layer, backend="interpret")

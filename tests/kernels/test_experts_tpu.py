@@ -13,7 +13,6 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interprete
 from glm52_jax.kernels.experts import blocks
 from glm52_jax.kernels.experts.api import routed_experts
 from glm52_jax.kernels.experts.groups import groups_of, rows_of
-
 from glm52_jax.quant import FLOAT8, BlockQuantized, dequantize_blocks, quantize_blocks
 from tests.kernels.compiling import compiled
 
@@ -94,8 +93,15 @@ def test_extremes(tokens: int, case: str) -> None:
 
 @pytest.mark.parametrize(
     ("chip", "kind", "tokens"),
-    [("v5p", "fp8", 24), ("v5p", "fp8", 100), ("v6e", "fp8", 100), ("tpu7x", "fp8", 24), ("v5p", "bf16", 100)]
-    + [("tpu7x", "bf16", 24), ("v5p", "int8", 24)],
+    [
+        ("v5p", "fp8", 24),
+        ("v5p", "fp8", 100),
+        ("v6e", "fp8", 100),
+        ("tpu7x", "fp8", 24),
+        ("v5p", "bf16", 100),
+        ("tpu7x", "bf16", 24),
+        ("v5p", "int8", 24),
+    ],
 )
 def test_no_less_exact_than_the_plain_form(chip: str, kind: str, tokens: int) -> None:
     """Blocks of 128 at widths that one step does not cover, for each way to widen codes."""
@@ -244,7 +250,11 @@ def shapes(tokens: int, kind: str, experts: int = 4, width: int = 2048, embed: i
 def test_compiles(chip: str, tokens: int, kind: str) -> None:
     """No copy of weights; at 4,096 tokens there is room for every row's hidden values, and for one window's rows."""
     step = compiled(functools.partial(routed_experts, backend=f"tpu:{chip}"), shapes(tokens, kind), chip)
-    names = {name for name in ("experts_few", "experts_hidden", "experts_outputs") if any(name in kernel.name for kernel in step.program.kernels)}
+    names = {
+        name
+        for name in ("experts_few", "experts_hidden", "experts_outputs")
+        if any(name in kernel.name for kernel in step.program.kernels)
+    }
     assert names == ({"experts_few"} if tokens <= blocks.FEW else {"experts_hidden", "experts_outputs"})
     assert not step.program.copies
     assert step.memory.temporaries < (8 if tokens <= 64 else 160) * 2**20

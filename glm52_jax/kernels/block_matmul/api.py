@@ -7,15 +7,13 @@ from typing import Any
 import jax
 
 from glm52_jax.kernels import form
+from glm52_jax.kernels.block_matmul.product import Stack
 from glm52_jax.kernels.block_matmul.reference import block_matmul_reference
-from glm52_jax.quant import Weight
 
 _FORMS = {"reference": block_matmul_reference, "tpu": "glm52_jax.kernels.block_matmul.tpu:block_matmul_tiled"}
 
 
-def block_matmul(
-    x: jax.Array, weight: Weight, layer: jax.Array | int, *, backend: str, dtype: Any = None
-) -> jax.Array:
+def block_matmul(x: jax.Array, weight: Stack, layer: jax.Array | int, *, backend: str, dtype: Any = None) -> jax.Array:
     """`x` times a matrix in the published `[out, in]` orientation, accumulated in float32.
 
     Args:

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from glm52_jax.kernels import Target
-from glm52_jax.kernels.block_matmul.product import values_of
+from glm52_jax.kernels.block_matmul.product import Stack, values_of
 from glm52_jax.kernels.pallas import vmem_limit
-from glm52_jax.quant import Weight
 
 _STEP_BYTES = 1 << 20
 """Of weights in a step, about: the first step's arrival is not hidden, and each step costs some time by itself."""
@@ -34,17 +33,15 @@ class Blocks:
     out: int
 
 
-def choose(target: Target, rows: int, weight: Weight, dtype: Any) -> Blocks:
+def choose(target: Target, rows: int, weight: Stack, dtype: Any) -> Blocks:
     """For a product of so many rows whose operands have that dtype."""
     values = values_of(weight)
     out, inner = values.shape[-2:]
     size = jnp.dtype(dtype).itemsize
     height = min(-(-rows // 16) * 16, 256)
     group = target.chip.mxu_width
-    if height <= 128:
-        wanted = max(group, _STEP_BYTES // (inner * values.dtype.itemsize) // group * group)
-    else:
-        wanted = 512
+    step = max(group, _STEP_BYTES // (inner * values.dtype.itemsize) // group * group)
+    wanted = step if height <= 128 else 512
     # What is double-buffered: weights, rows and results.
     while wanted > group and 2 * (wanted * inner * values.dtype.itemsize + height * (inner * size + wanted * 4)) > (
         vmem_limit(target) * 3 // 4
@@ -54,7 +51,7 @@ def choose(target: Target, rows: int, weight: Weight, dtype: Any) -> Blocks:
     return Blocks(height, part, wanted if out > wanted else out)
 
 
-def cost(rows: int, weight: Weight, dtype: Any, result: Any) -> pl.CostEstimate:
+def cost(rows: int, weight: Stack, dtype: Any, result: Any) -> pl.CostEstimate:
     """Operations as the reference counts them, and bytes that must move: the matrix, the rows, the result."""
     values = values_of(weight)
     pieces, (out, inner) = math.prod(values.shape[1:-2]), values.shape[-2:]

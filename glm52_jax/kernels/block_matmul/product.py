@@ -26,12 +26,16 @@ from jax.experimental.pallas import tpu as pltpu
 
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.pallas import LANES, SUBLANES
-from glm52_jax.quant import FLOAT8, BlockQuantized, Weight
+from glm52_jax.quant import FLOAT8, BlockQuantized
 
 _UP, _BACK = 2.0**64, 2.0**56  # rows by the first, sums by the second: together the 2 ** 120 that widening took away
 _PLAIN_COLUMNS = 512  # of one product of plain weights; the compiler cuts it to what the units take
 _TURN = 4096  # columns in all of one turn of a loop over groups
 _WORD_ROWS = 32  # rows of bytes in a tile, what `pltpu.bitcast` to words wants whole
+
+
+Stack = jax.Array | BlockQuantized
+"""Weights of all layers, plain or in blocks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Form:
     dtype: Any
 
     @classmethod
-    def of(cls, weight: Weight, x: jax.Array, rows: int, target: Target) -> Form:
+    def of(cls, weight: Stack, x: jax.Array, rows: int, target: Target) -> Form:
         """For a tile of that many rows of the weight."""
         group = target.chip.mxu_width
         group = group if rows % group == 0 else 128 if rows % 128 == 0 else rows
@@ -164,17 +168,17 @@ class Form:
         return jnp.broadcast_to(values, shape)
 
 
-def values_of(weight: Weight) -> jax.Array:
+def values_of(weight: Stack) -> jax.Array:
     """The weights, or their codes."""
     return weight.codes if isinstance(weight, BlockQuantized) else weight
 
 
-def scales_of(weight: Weight) -> Scales | None:
+def scales_of(weight: Stack) -> Scales | None:
     """The scales of the codes; None for plain weights."""
     if not isinstance(weight, BlockQuantized):
         return None
     rows, columns = weight.scales.shape[-2:]
-    # Of two layouts a TPU keeps an array in the one that pads less, and would copy it for a kernel that wants the other.
+    # A TPU keeps an array in the layout that pads less, and would copy it for a kernel that wants the other one.
     flipped = _padded(columns, rows) < _padded(rows, columns)
     return Scales(jnp.swapaxes(weight.scales, -1, -2) if flipped else weight.scales, flipped)
 
@@ -196,9 +200,7 @@ class Scales:
         last = (*pieces, *self.array.shape[-2:])
         zeros = (0,) * len(last)
         squeezed = (None,) * (self.array.ndim - len(last))
-        return pl.BlockSpec(
-            (*squeezed, *last), lambda *numbers: (*index(*numbers), *zeros), memory_space=pltpu.SMEM
-        )
+        return pl.BlockSpec((*squeezed, *last), lambda *numbers: (*index(*numbers), *zeros), memory_space=pltpu.SMEM)
 
     @property
     def rows(self) -> int:

@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 
+from glm52_jax.kernels.block_matmul.product import Stack
 from glm52_jax.primitives import linear, take
-from glm52_jax.quant import BlockQuantized, Weight
+from glm52_jax.quant import BlockQuantized
 
 
-def block_matmul_reference(x: jax.Array, weight: Weight, layer: jax.Array | int, *, dtype: Any) -> jax.Array:
+def block_matmul_reference(x: jax.Array, weight: Stack, layer: jax.Array | int, *, dtype: Any) -> jax.Array:
     """See `api.block_matmul`."""
     if isinstance(weight, BlockQuantized):
         weight = dataclasses.replace(weight, view=weight.codes.shape[-2:], row_dims=1)

@@ -16,14 +16,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.block_matmul import blocks
-from glm52_jax.kernels.block_matmul.product import Form, Scales, scales_of, values_of
+from glm52_jax.kernels.block_matmul.product import Form, Scales, Stack, scales_of, values_of
 from glm52_jax.kernels.pallas import call
-from glm52_jax.quant import Weight
 
 
-def block_matmul_tiled(
-    x: jax.Array, weight: Weight, layer: jax.Array | int, *, dtype: Any, target: Target
-) -> jax.Array:
+def block_matmul_tiled(x: jax.Array, weight: Stack, layer: jax.Array | int, *, dtype: Any, target: Target) -> jax.Array:
     """See `api.block_matmul`."""
     rows, inner = x.shape
     values, scales = values_of(weight), scales_of(weight)
@@ -36,10 +33,13 @@ def block_matmul_tiled(
     def block_of(piece: Any, column: Any, row: Any, layer: Any) -> tuple[Any, ...]:
         return layer[0], piece, column, 0
 
-    operands, specs = [form.prepare(padded), values.reshape(-1, pieces, *values.shape[-2:])], [
-        pl.BlockSpec((sizes.rows, inner), lambda piece, column, row, layer: (row, 0)),
-        pl.BlockSpec((None, None, sizes.out, inner), block_of),
-    ]
+    operands, specs = (
+        [form.prepare(padded), values.reshape(-1, pieces, *values.shape[-2:])],
+        [
+            pl.BlockSpec((sizes.rows, inner), lambda piece, column, row, layer: (row, 0)),
+            pl.BlockSpec((None, None, sizes.out, inner), block_of),
+        ],
+    )
     if scales is not None:
         scales = scales.reshaped(pieces)
         operands.append(scales.array)
@@ -74,7 +74,8 @@ def _kernel(
 
         def columns(first: Any, size: int) -> None:
             def scale(number: int, column: int) -> Any:
-                assert form.block is not None and scales is not None
+                assert form.block is not None
+                assert scales is not None
                 # The last block of rows may reach past the matrix, and what it gives there is not kept.
                 row = jnp.minimum((block + first) // form.block[0] + number, scales.rows - 1)
                 return scales.of(scale_refs[0], row, column)

@@ -7,13 +7,10 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from glm52_jax.kernels import Target
-from glm52_jax.kernels.block_matmul.product import values_of
-from glm52_jax.quant import BlockQuantized, Weight
-
+from glm52_jax.kernels.block_matmul.product import Stack, values_of
 
 TOKENS = 16
 """Their number is padded to a multiple of it: rows of two bytes in a register."""
@@ -32,7 +29,7 @@ MOST_BACK = 1024
 """Of one part of the gradients, which hold every row that there could be."""
 
 
-def few(target: Target, tokens: int, gate_up: Weight, down: Weight) -> int:
+def few(target: Target, tokens: int, gate_up: Stack, down: Stack) -> int:
     """Columns of the width in one step of `few`."""
     width = values_of(gate_up).shape[-2]
     return next((tile for tile in (target.chip.mxu_width, 128) if width % tile == 0), width)
@@ -66,8 +63,8 @@ class Grouped:
         return cores, steps // cores
 
 
-def grouped(target: Target, x: jax.Array, gate_up: Weight, down: Weight) -> Grouped:
-    """For rows like those of `x`."""
+def grouped(target: Target, dtype: Any, gate_up: Stack, down: Stack) -> Grouped:
+    """For rows of a type."""
     _, _, _, width, embed = values_of(gate_up).shape
     rows = 64 if target.chip.mxu_width == 128 else 128
     return Grouped(
@@ -75,7 +72,7 @@ def grouped(target: Target, x: jax.Array, gate_up: Weight, down: Weight) -> Grou
         up=next((tile for tile in (256, 128) if width % tile == 0), width),
         down=next((tile for tile in (512, 256, 128) if embed % tile == 0), embed),
         window=max(1, WINDOW_ROWS // rows),
-        dtype=x.dtype,
+        dtype=dtype,
     )
 
 
@@ -85,11 +82,13 @@ def most_tiles(tokens: int, k: int, experts: int, rows: int) -> int:
     return assignments // rows + min(experts, assignments)
 
 
-def cost(rows: int, experts: int, gate_up: Weight, down: Weight) -> pl.CostEstimate:
+def cost(rows: int, experts: int, gate_up: Stack, down: Stack) -> pl.CostEstimate:
     """Of `rows` rows in all through `experts` experts."""
     _, _, _, width, embed = values_of(gate_up).shape
     weights = sum(
-        leaf.dtype.itemsize * math.prod(leaf.shape[2:]) for weight in (gate_up, down) for leaf in jax.tree.leaves(weight)
+        leaf.dtype.itemsize * math.prod(leaf.shape[2:])
+        for weight in (gate_up, down)
+        for leaf in jax.tree.leaves(weight)
     )
     return pl.CostEstimate(
         flops=6 * rows * width * embed,
@@ -98,7 +97,7 @@ def cost(rows: int, experts: int, gate_up: Weight, down: Weight) -> pl.CostEstim
     )
 
 
-def product_cost(rows: int, experts: int, weight: Weight) -> pl.CostEstimate:
+def product_cost(rows: int, experts: int, weight: Stack) -> pl.CostEstimate:
     """Of one product of `rows` rows in all with the matrices of `experts` experts."""
     values = values_of(weight)
     size = math.prod(values.shape[2:])

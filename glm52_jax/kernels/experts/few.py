@@ -16,19 +16,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from glm52_jax.kernels import Target
-from glm52_jax.kernels.block_matmul.product import Form, Scales, scales_of, values_of
+from glm52_jax.kernels.block_matmul.product import Form, Scales, Stack, scales_of, values_of
 from glm52_jax.kernels.experts import blocks
 from glm52_jax.kernels.experts.groups import in_use
 from glm52_jax.kernels.pallas import call
-from glm52_jax.quant import Weight
 
 
 def routed_experts_few(
     x: jax.Array,
     experts: jax.Array,
     gates: jax.Array,
-    gate_up: Weight,
-    down: Weight,
+    gate_up: Stack,
+    down: Stack,
     layer: jax.Array | int,
     *,
     target: Target,
@@ -40,7 +39,7 @@ def routed_experts_few(
     cores = target.chip.cores_per_device if width // tile % target.chip.cores_per_device == 0 else 1
     steps = width // tile // cores
     up_form, down_form = Form.of(gate_up, x, tile, target), Form.of(down, x, embed, target)
-    active, used = in_use(jnp.any(experts.T == jnp.arange(count)[:, None, None], axis=(1, 2)))
+    active, used = in_use(jnp.any(jnp.arange(count)[:, None, None] == experts.T, axis=(1, 2)))
 
     def at(*index: Any) -> Any:
         def of(core: Any, slot: Any, step: Any, layer: Any, active: Any, used: Any) -> tuple[Any, ...]:
@@ -122,7 +121,8 @@ def _kernel(
             for half in range(2):
 
                 def scale(number: int, column: int, half: int = half, row: Any = row) -> Any:
-                    assert up.block is not None and up_scales is not None
+                    assert up.block is not None
+                    assert up_scales is not None
                     return up_scales.of(held[0], row // up.block[0] + number, column, half)
 
                 halves.append(up.sums(x, gate_up.at[half, pl.ds(first, size)], scale))
@@ -134,7 +134,8 @@ def _kernel(
         for first, size in down.groups(out.shape[1]):
 
             def scale_down(number: int, column: int, first: int = first) -> Any:
-                assert down.block is not None and down_scales is not None
+                assert down.block is not None
+                assert down_scales is not None
                 columns = block // down.block[1] + column
                 return down_scales.of(held[1], first // down.block[0] + number, columns)
 

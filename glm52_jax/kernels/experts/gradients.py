@@ -197,6 +197,8 @@ def _outer(target: Target, tiles: _Tiles, count: int, left: jax.Array, right: ja
                 pl.BlockSpec((_ROWS, high), lambda row, column, tile, *_: (tile, row)),
                 pl.BlockSpec((_ROWS, wide), lambda row, column, tile, *_: (tile, column)),
             ],
-            out_specs=pl.BlockSpec((None, high, wide), lambda row, column, tile, expert, _: (expert[tile], row, column)),
+            out_specs=pl.BlockSpec(
+                (None, high, wide), lambda row, column, tile, expert, _: (expert[tile], row, column)
+            ),
         ),
     )(tiles.expert, tiles.place, left, right)

@@ -19,19 +19,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from glm52_jax.kernels import Target
-from glm52_jax.kernels.block_matmul.product import Form, Scales, scales_of, values_of
+from glm52_jax.kernels.block_matmul.product import Form, Scales, Stack, scales_of, values_of
 from glm52_jax.kernels.experts import blocks
 from glm52_jax.kernels.experts.groups import Groups, group_at, groups_of, rows_of
 from glm52_jax.kernels.pallas import SUBLANES, call
-from glm52_jax.quant import Weight
 
 
 def routed_experts_grouped(
     x: jax.Array,
     experts: jax.Array,
     gates: jax.Array,
-    gate_up: Weight,
-    down: Weight,
+    gate_up: Stack,
+    down: Stack,
     layer: jax.Array | int,
     *,
     target: Target,
@@ -39,7 +38,7 @@ def routed_experts_grouped(
     """See `api.routed_experts`; the number of tokens as the units take it."""
     tokens, k = experts.shape
     count, width = values_of(gate_up).shape[1], values_of(gate_up).shape[3]
-    sizes = blocks.grouped(target, x, gate_up, down)
+    sizes = blocks.grouped(target, x.dtype, gate_up, down)
     room = blocks.most_tiles(tokens, k, count, sizes.rows)
     sizes = sizes.within(room)
     room = -(-room // sizes.window) * sizes.window
@@ -67,7 +66,7 @@ def routed_experts_grouped(
 def _hidden(
     rows: jax.Array,
     gate: jax.Array,
-    weight: Weight,
+    weight: Stack,
     hidden: jax.Array,
     groups: Groups,
     number: jax.Array | int,
@@ -90,11 +89,14 @@ def _hidden(
 
         return of
 
-    operands, specs = [rows, gate, values_of(weight)], [
-        pl.BlockSpec(memory_space=pl.ANY),
-        pl.BlockSpec(gate.shape, lambda *_: (0, 0)),
-        pl.BlockSpec((None, None, 2, sizes.up, embed), at(0, None, 0)),
-    ]
+    operands, specs = (
+        [rows, gate, values_of(weight)],
+        [
+            pl.BlockSpec(memory_space=pl.ANY),
+            pl.BlockSpec(gate.shape, lambda *_: (0, 0)),
+            pl.BlockSpec((None, None, 2, sizes.up, embed), at(0, None, 0)),
+        ],
+    )
     if (scales := scales_of(weight)) is not None:
         operands.append(scales.array)
         specs.append(scales.spec(at(), (2,)))
@@ -165,7 +167,8 @@ def _hidden_kernel(
             for half in range(2):
 
                 def scale(number: int, column: int, half: int = half) -> Any:
-                    assert up.block is not None and scales is not None
+                    assert up.block is not None
+                    assert scales is not None
                     return scales.of(scale_refs[0], (block + first) // up.block[0] + number, column, half)
 
                 halves.append(up.sums(held.at[here], weight.at[half, pl.ds(first, size)], scale))
@@ -183,7 +186,7 @@ def _hidden_kernel(
 def _outputs(
     hidden: jax.Array,
     token_of: jax.Array,
-    weight: Weight,
+    weight: Stack,
     groups: Groups,
     tokens: int,
     layer: jax.Array,
@@ -201,10 +204,13 @@ def _outputs(
 
         return of
 
-    operands, specs = [hidden, values_of(weight)], [
-        pl.BlockSpec(memory_space=pl.ANY),
-        pl.BlockSpec((None, None, sizes.down, width), at(None, 0)),
-    ]
+    operands, specs = (
+        [hidden, values_of(weight)],
+        [
+            pl.BlockSpec(memory_space=pl.ANY),
+            pl.BlockSpec((None, None, sizes.down, width), at(None, 0)),
+        ],
+    )
     if (scales := scales_of(weight)) is not None:
         operands.append(scales.array)
         specs.append(scales.spec(at()))
@@ -276,7 +282,8 @@ def _outputs_kernel(
 
         def columns(first: Any, size: int) -> None:
             def scale(number: int, column: int) -> Any:
-                assert form.block is not None and scales is not None
+                assert form.block is not None
+                assert scales is not None
                 return scales.of(scale_refs[0], (block + first) // form.block[0] + number, column)
 
             sums = form.sums(held.at[place], weight.at[pl.ds(first, size)], scale)

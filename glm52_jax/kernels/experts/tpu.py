@@ -10,22 +10,23 @@ import jax
 import jax.numpy as jnp
 
 from glm52_jax.kernels import Target
+from glm52_jax.kernels.block_matmul.product import Stack
 from glm52_jax.kernels.experts import blocks
 from glm52_jax.kernels.experts.few import routed_experts_few
 from glm52_jax.kernels.experts.gradients import gradients
 from glm52_jax.kernels.experts.grouped import routed_experts_grouped
 from glm52_jax.primitives import take
-from glm52_jax.quant import BlockQuantized, Weight
+from glm52_jax.quant import BlockQuantized
 
-_Residuals = tuple[jax.Array, jax.Array, jax.Array, Weight, Weight, jax.Array]
+_Residuals = tuple[jax.Array, jax.Array, jax.Array, Stack, Stack, jax.Array]
 
 
 def routed_experts(
     x: jax.Array,
     experts: jax.Array,
     gates: jax.Array,
-    gate_up: Weight,
-    down: Weight,
+    gate_up: Stack,
+    down: Stack,
     layer: jax.Array | int,
     *,
     target: Target,
@@ -40,8 +41,8 @@ def _routed(
     x: jax.Array,
     experts: jax.Array,
     gates: jax.Array,
-    gate_up: Weight,
-    down: Weight,
+    gate_up: Stack,
+    down: Stack,
     layer: jax.Array,
 ) -> jax.Array:
     tokens = x.shape[0]
@@ -77,13 +78,13 @@ def _backward(target: Target, kept: _Residuals, cotangent: jax.Array) -> tuple[A
     tokens = x.shape[0]
     # The transposed products know no codes: one layer's weights are made plain for them.
     (plain_gate_up, own), (plain_down, _) = _plain(gate_up, layer, x.dtype), _plain(down, layer, x.dtype)
-    one = functools.partial(gradients, target)
 
     def add(total: tuple[jax.Array, jax.Array], part: tuple[jax.Array, ...]) -> tuple[Any, Any]:
-        got = one(*part[:3], plain_gate_up, plain_down, own.reshape(1), part[3])
+        x, experts, gates, cotangent = part
+        got = gradients(target, x, experts, gates, plain_gate_up, plain_down, own.reshape(1), cotangent)
         return (total[0] + got.gate_up, total[1] + got.down), (got.x, got.gates)
 
-    start = tuple(jnp.zeros(weight.shape[1:], jnp.float32) for weight in (plain_gate_up, plain_down))
+    start = jnp.zeros(plain_gate_up.shape[1:], jnp.float32), jnp.zeros(plain_down.shape[1:], jnp.float32)
     (of_gate_up, of_down), (of_x, of_gates) = jax.lax.scan(
         add, start, _parts(blocks.MOST_BACK, x, experts, gates, cotangent)
     )
@@ -97,7 +98,7 @@ def _backward(target: Target, kept: _Residuals, cotangent: jax.Array) -> tuple[A
     )
 
 
-def _plain(weight: Weight, layer: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def _plain(weight: Stack, layer: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """A plain stack, and the layer's number in it."""
     if isinstance(weight, BlockQuantized):
         weight = dataclasses.replace(take(weight, layer), view=weight.codes.shape[-2:], row_dims=1)
@@ -105,7 +106,7 @@ def _plain(weight: Weight, layer: jax.Array, dtype: Any) -> tuple[jax.Array, jax
     return weight, layer
 
 
-def _in_stack(weight: Weight, gradient: jax.Array, layer: jax.Array) -> jax.Array | None:
+def _in_stack(weight: Stack, gradient: jax.Array, layer: jax.Array) -> jax.Array | None:
     if isinstance(weight, BlockQuantized):
         return None
     return jnp.zeros_like(weight).at[layer].set(gradient.astype(weight.dtype))
