@@ -85,7 +85,7 @@ def _scalars(target: Target, batch: int, tokens: int, context: int) -> dict[tupl
     """What the kernel is told: layer, lengths, random pages, and which blocks are live, a bit each."""
     from glm52_jax.kernels.sparse_mla.dense_blocks import choose
 
-    sizes = choose(target, tokens, HEADS)
+    sizes = choose(target, tokens, HEADS, batch, context)
     tiles, blocks = -(-tokens // sizes.queries), -(-context // sizes.keys)
     live = np.zeros((batch, tiles, -(-blocks // 32) * 32), np.int64)
     for tile in range(tiles):

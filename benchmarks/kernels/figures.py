@@ -28,7 +28,7 @@ class Figures:
         estimates: of the kernels, by the name of the settings; of everything, by the compiler's own figures, where
             there is no kernel; nothing where those are missing.
         around_s: of what surrounds the kernels, by the compiler's figures; None where they are missing.
-        bundles: executed on a core; `loop`: bundles of the loop that takes longest, and `trips` of it.
+        bundles: executed on a core; `loop`: bundles of the innermost loop that takes most of that, and its `trips`.
         mxu: share of the time without waits for copies for which the busiest matrix unit works.
         stall_s: waiting for copies.
         hbm_bytes: moved by the kernels, on all cores; by everything where there is no kernel.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -25,7 +26,7 @@ def cases() -> list[Case]:
     shapes = [(batch, tokens, context) for batch in (1, 8, 64) for tokens in (1, 6) for context in CONTEXTS]
     found = []
     for batch, tokens, context in [*shapes, (1, 2048, "128k")]:
-        name = f"prefill 2k {context}" if tokens > 6 else f"decode b{batch} x{tokens} {context}"
+        name = _words(batch, tokens, context)
         large = batch * CONTEXTS[context] > 2**21  # simulated for minutes, and like the smaller ones
         for keys, form, backend in (("bf16", OURS, "tpu"), ("fp8", OURS, "tpu"), ("bf16", "xla", "reference")):
             if keys == "fp8" and (batch, context) not in ((1, "128k"), (8, "32k")):
@@ -51,7 +52,33 @@ def cases() -> list[Case]:
     return found
 
 
-def _build(batch: int, tokens: int, capacity: int, keys: str, backend: str, chip: str) -> Built:
+def sweep() -> list[tuple[str, Case]]:
+    """Our form with other blocks: few tokens by keys of a chunk, of a product and chunks, many by tokens too."""
+    few = [(8, 8, keys, part, chunks) for keys, part, chunks in ((2048, 2048, 2), (2048, 2048, 4), (4096, 2048, 2))]
+    many = [(128, together, keys, keys, 1) for together, keys in ((8, 2048), (16, 2048), (32, 1024), (64, 1024))]
+    by_shape = {case.shape: case for case in cases() if case.form == OURS}
+    found = []
+    for batch, tokens, context, choices in ((8, 1, "32k", few), (8, 6, "32k", few), (1, 2048, "128k", many)):
+        case = by_shape[f"bf16 {_words(batch, tokens, context)}"]
+        for sizes in choices:
+            build = functools.partial(_build, batch, tokens, CONTEXTS[context], "bf16", "tpu", sizes=sizes)
+            found.append((" ".join(map(str, sizes)), dataclasses.replace(case, build=build)))
+    return found
+
+
+def _words(batch: int, tokens: int, context: str) -> str:
+    return f"prefill 2k {context}" if tokens > 6 else f"decode b{batch} x{tokens} {context}"
+
+
+def _build(
+    batch: int,
+    tokens: int,
+    capacity: int,
+    keys: str,
+    backend: str,
+    chip: str,
+    sizes: tuple[int, int, int, int, int] | None = None,
+) -> Built:
     pages = batch * capacity // PAGE
     stack = jax.eval_shape(functools.partial(stack_of, FORMATS[keys], (1 if pages > 2**19 else INDEXERS, pages, PAGE)))
     arguments = (
@@ -62,18 +89,21 @@ def _build(batch: int, tokens: int, capacity: int, keys: str, backend: str, chip
         jax.ShapeDtypeStruct((batch, capacity // PAGE), jnp.int32),
         jax.ShapeDtypeStruct((batch, tokens), jnp.int32),
     )
-    resolved = f"tpu:{chip}" if backend == "tpu" else backend
-    scalars = _scalars(batch, tokens, capacity, chip) if backend == "tpu" else {}
-    return Built(functools.partial(index_scores, backend=resolved), arguments, scalars=scalars)
-
-
-def _scalars(batch: int, tokens: int, capacity: int, chip: str) -> dict[tuple[str, int], Any]:
-    """What the kernel is told: pages in random order, and queries that are the last tokens of full sequences."""
+    if backend != "tpu":
+        return Built(functools.partial(index_scores, backend=backend), arguments)
     from glm52_jax.kernels import Target
     from glm52_jax.kernels.index_scores.blocks import choose
+    from glm52_jax.kernels.index_scores.tpu import index_scores as on_tpu
     from sharding.chips import chip as chip_of
 
-    blocks = choose(Target(chip_of(chip)), tokens, capacity, PAGE)
+    target = Target(chip_of(chip))
+    blocks = choose(target, tokens, capacity, PAGE, sizes)
+    scalars = _scalars(batch, tokens, capacity, blocks)
+    return Built(functools.partial(on_tpu, target=target, blocks=blocks), arguments, scalars=scalars)
+
+
+def _scalars(batch: int, tokens: int, capacity: int, blocks: Any) -> dict[tuple[str, int], Any]:
+    """What the kernel is told: pages in random order, and queries that are the last tokens of full sequences."""
     positions = np.full((batch, -(-tokens // blocks.tokens) * blocks.tokens), -1, np.int32)
     positions[:, :tokens] = capacity - tokens + np.arange(tokens)
     newest = positions.reshape(-1, blocks.groups, blocks.together).max(2)

@@ -104,8 +104,7 @@ def _with_estimate(case: Case, basis: Figures, made: Estimate) -> Figures:
         # The compiler's own figure knows no settings.
         estimates, around = ({IDEAL.name: around}, 0.0) if around is not None else ({}, None)
     runs = [one.run for one in made.kernels]
-    loops = [(loop, one) for one in made.kernels for loop in one.run.loops]
-    hot = max(loops, key=lambda found: found[0].cycles * found[1].executed, default=None)
+    hot = _hot_loop(made)
     working = sum(run.unit_cycles for run in runs)
     return dataclasses.replace(
         basis,
@@ -113,14 +112,26 @@ def _with_estimate(case: Case, basis: Figures, made: Estimate) -> Figures:
         estimates=estimates,
         around_s=around,
         bundles=round(sum(one.run.bundles * one.executed for one in made.kernels)),
-        loop=hot[0].bundles if hot else 0,
-        trips=round(hot[0].trips * hot[1].executed) if hot else 0,
+        loop=hot[0],
+        trips=hot[1],
         mxu=sum(run.mxu_busy for run in runs) / working if working else 0.0,
         stall_s=sum(one.run.stall * one.executed for one in made.kernels) / device.clock_hz,
         hbm_bytes=made.kernel_bytes or made.xla_bytes,
         cores=max((one.cores for one in made.kernels), default=1),
         notes=tuple(_notes(case, made, device.cores_per_device)),
     )
+
+
+def _hot_loop(made: Estimate) -> tuple[int, int]:
+    """Bundles and trips of the smallest loop in which at least half of the time of the longest one is spent."""
+    loops = [(loop, one.executed) for one in made.kernels for loop in one.run.loops]
+    longest = max((loop.cycles * executed for loop, executed in loops), default=0.0)
+    hot = [
+        (loop.bundles, round(loop.trips * executed))
+        for loop, executed in loops
+        if loop.cycles * executed >= longest / 2
+    ]
+    return min(hot, default=(0, 0))
 
 
 def _notes(case: Case, made: Estimate, cores: int) -> list[str]:

@@ -27,7 +27,7 @@ _CORE_ID = "allocation0"
 _REGISTERS = [f"s{number}" for number in range(64)], [f"p{number}" for number in range(32)]
 
 
-_NUMBER = re.compile(r"\b\d{7,}\b")  # addresses of allocations: those of a `Translator` are as long as this
+_NUMBER = re.compile(r"\b\d{16,}\b")  # addresses of allocations: those of a `Translator` are as long as this
 _FIXED = re.compile(r"\(\d+\)")
 
 

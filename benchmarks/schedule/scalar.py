@@ -91,7 +91,8 @@ class Translator:
         self._bases: dict[str, int] = {}
 
     def address(self, allocation: str) -> int:
-        return self._bases.setdefault(allocation, (len(self._bases) + 1) << 20)
+        # So large that no kernel means a size by the same number.
+        return self._bases.setdefault(allocation, (1 << 50) + (len(self._bases) << 20))
 
     def step(self, instruction: str) -> Step | None:
         """The instruction in Python; None for those that the scalar half of the core does not see."""
