@@ -19,6 +19,7 @@ from glm52_jax.block import Forms, LayerPlace, block
 from glm52_jax.cache import Cache, Places
 from glm52_jax.config import SPARSE, ModelConfig
 from glm52_jax.errors import InputError
+from glm52_jax.kernels import Target
 from glm52_jax.primitives import Rotary, rms_norm
 from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
 from glm52_jax.selection import Selection
@@ -237,20 +238,23 @@ def _whole(
 ) -> tuple[jax.Array, Cache, LayerTrace | None]:
     """`extend` over whole texts with a cache of their length; results in packed order."""
     config = config if "mtp" in params else config.without_mtp()
-    cache = _cache_of(params, config, tokens, form)
+    cache = _cache_of(params, config, tokens, form, forms)
     packed = jnp.take_along_axis(tokens, order, axis=1)
     return extend(params, config, packed, _positions(mask), cache, forms, traced=traced)
 
 
-def _cache_of(params: Params, config: ModelConfig, tokens: jax.Array, form: CacheFormat) -> Cache:
-    batch, length = tokens.shape
-    return Cache.create(config, batch, length, dtype=compute_dtype(params), page_size=length, form=form)
+def _cache_of(params: Params, config: ModelConfig, tokens: jax.Array, form: CacheFormat, forms: Forms) -> Cache:
+    """A cache for whole texts: one page a text, or pages and rows as the kernels for TPUs want them."""
+    (batch, length), dtype = tokens.shape, compute_dtype(params)
+    if Target.of(forms.backend) is None:
+        return Cache.create(config, batch, length, dtype=dtype, page_size=length, form=form)
+    return Cache.create(config, batch, length, dtype=dtype, form=form.on("tpu", config, dtype))
 
 
 def _best_forms(params: Params, config: ModelConfig, tokens: jax.Array, form: CacheFormat) -> Forms:
     length = tokens.shape[1]
-    cache = jax.eval_shape(lambda: _cache_of(params, config, tokens, form))
-    return Forms.best(length).for_cache(config, cache, length)
+    best = Forms.best(length)
+    return best.for_cache(config, jax.eval_shape(lambda: _cache_of(params, config, tokens, form, best)), length)
 
 
 def _real_first(mask: jax.Array) -> jax.Array:

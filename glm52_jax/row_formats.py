@@ -221,6 +221,13 @@ class CacheFormat:
         if any(not (math.isfinite(scale) and scale > 0) for scale in self.latent_scales):
             raise InputError(f"latent_scales holds {self.latent_scales}, expected finite numbers above zero")
 
+    def on(self, platform: str, config: ModelConfig, dtype: Any) -> CacheFormat:
+        """As a platform's devices hold it: in whole lanes of theirs, and never larger than a plain one."""
+        form = dataclasses.replace(self, lanes=_LANES.get(platform, 1))
+        plain = dataclasses.replace(form, index_keys="plain")
+        keys = [one.key_rows(config, dtype).row_bytes for one in (form, plain)]
+        return form if keys[0] < keys[1] else plain
+
     def latent_rows(self, config: ModelConfig, layers: int, dtype: Any) -> RowFormat:
         """The format of latent rows, for a stack of so many layers of a model that computes in `dtype`."""
         if self.latent == "fp8_groups":
@@ -246,6 +253,9 @@ class CacheFormat:
         if self.lanes > 1:
             return LaneRows(coded, plain, jnp.dtype(dtype), group, rotated, self.lanes)
         return GroupRows(coded, plain, jnp.dtype(dtype), group, rotated)
+
+
+_LANES = {"tpu": 128}  # see `CacheFormat.lanes`
 
 
 def _padded(width: int, lanes: int) -> int:

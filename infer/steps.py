@@ -37,7 +37,6 @@ from sharding.layout import SINGLE, Layout
 from sharding.ragged import OVERLAP_OPTIONS
 
 _WITHOUT_RAGGED = ("TPU v5 lite",)  # on its larger slices the compiler refuses ragged exchanges
-_LANES = {"tpu": 128}  # see `CacheFormat.lanes`
 
 
 @flax.struct.dataclass
@@ -285,11 +284,8 @@ class StepProvider:
 
     @property
     def stored_format(self) -> CacheFormat:
-        """The cache's format on the devices of the step: in whole lanes, and never larger than a plain one."""
-        form = dataclasses.replace(self.cache_format, lanes=_LANES.get(self.platform, 1))
-        plain = dataclasses.replace(form, index_keys="plain")
-        keys = [one.key_rows(self.config, self.dtype).row_bytes for one in (form, plain)]
-        return form if keys[0] < keys[1] else plain
+        """The cache's format on the devices of the step."""
+        return self.cache_format.on(self.platform, self.config, self.dtype)
 
     @property
     def platform(self) -> str:
