@@ -61,12 +61,14 @@ _TUNED: dict[tuple[str, str], tuple[int, int, int, int, int]] = {
 _INTERPRETED = (16, 8, 16, 8, 2)
 
 
-def choose(target: Target, tokens: int, capacity: int, page_size: int) -> Blocks:
-    """The sizes for a chip and shapes."""
+def choose(
+    target: Target, tokens: int, capacity: int, page_size: int, wanted: tuple[int, int, int, int, int] | None = None
+) -> Blocks:
+    """The sizes for a chip and shapes, or those wanted as far as the shapes allow."""
     few = tokens <= SUBLANES
     kind = ("short" if capacity < _SHORT and tokens <= 2 else "decode") if few else "prefill"
     sizes = _TUNED.get((target.chip.name, kind), _FEW if few else _MANY)
-    at_once, together, keys, part, chunks = _INTERPRETED if target.interpret else sizes
+    at_once, together, keys, part, chunks = wanted or (_INTERPRETED if target.interpret else sizes)
     if few:
         at_once = together = tokens
     else:
