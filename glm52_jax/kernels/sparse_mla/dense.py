@@ -194,10 +194,10 @@ def attend(
         ]
         return jax.tree.map(lambda *both: jnp.concatenate(both), *halves)
     batch, tokens, heads, width = queries.shape
-    blocks = blocks or dense_blocks.choose(target, tokens, heads)
     rows = Rows.of(latent, width, kv_lora_rank)
     parts = [parts_of(latent)[name] for name in rows.names]
     page, table = parts[0].shape[2], page_table.shape[1]
+    blocks = blocks or dense_blocks.choose(target, tokens, heads, batch, page * table)
     tile = min(blocks.queries, tokens)
     pages = max(1, min(blocks.keys // page, table))
     tiles = -(-tokens // tile)

@@ -27,13 +27,25 @@ class DenseBlocks:
 
 
 _ROWS = 512  # of a tile
+_PRODUCT = 256, 512  # rows and keys that are multiplied together
 _KEYS = 1024
+_FEW = 128  # rows of a tile up to which a wide matrix unit waits for its operands: longer products overlap more
+_FEW_KEYS, _FEW_CHUNK = 2048, 1024
+_SOME_ITEMS = 8  # fewer tiles do not hide the copy of the first block of each
 
 
-def choose(target: Target, tokens: int, heads: int) -> DenseBlocks:
-    """The sizes for a chunk of so many tokens."""
+def choose(target: Target, tokens: int, heads: int, batch: int = _SOME_ITEMS, room: int = 1 << 20) -> DenseBlocks:
+    """The sizes for a chunk of so many tokens of so many sequences, with room for `room` positions each."""
     tiles = -(-tokens // max(1, min(tokens, _ROWS // heads)))
-    return DenseBlocks(-(-tokens // tiles), _KEYS, 256, 512)
+    tile = -(-tokens // tiles)
+    rows, chunk = _PRODUCT
+    keys = _KEYS
+    if tile * heads <= _FEW and target.chip.mxu_width > 128:
+        keys, chunk = _FEW_KEYS, _FEW_CHUNK
+    if batch * tiles < _SOME_ITEMS:
+        while keys > 512 and 8 * keys > room:
+            keys //= 2
+    return DenseBlocks(tile, keys, rows, min(chunk, keys))
 
 
 def cost(
