@@ -61,11 +61,15 @@ def scalars(name: str) -> dict:
 
 def _lists(dims: tuple[int, ...], name: str, chip: str) -> Built:
     backend = _backend(name, chip)
+    # As the scores' kernel lays them out: XLA would put sequences, not the six tokens of one, side by side in a tile.
+    dims = dims if dims[1] == 1 else (1, dims[0] * dims[1], dims[2])
     scores = jax.ShapeDtypeStruct(dims, jnp.float32)
     return Built(lambda scores: topk(scores, K, backend=backend), (scores,), scalars=scalars("topk"))
 
 
 def _mask(dims: tuple[int, ...], chip: str) -> Built:
+    # As the scores' kernel lays them out: XLA would put sequences, not the six tokens of one, side by side in a tile.
+    dims = dims if dims[1] == 1 else (1, dims[0] * dims[1], dims[2])
     scores = jax.ShapeDtypeStruct(dims, jnp.float32)
     return Built(lambda scores: topk_mask(scores, K, backend=f"tpu:{chip}"), (scores,), scalars=scalars("topk_last"))
 

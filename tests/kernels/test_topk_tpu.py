@@ -144,7 +144,7 @@ def test_no_races() -> None:
     [
         ("v5e", (1, 1, 1 << 20), topk),
         ("v5p", (64, 1, 1 << 17), topk),
-        ("v6e", (8, 6, 1 << 17), topk),
+        ("v6e", (1, 6, 1 << 17), topk),
         ("tpu7x", (16, 1 << 17), topk_mask),
         ("v5p", (4, 64 * 2048), last_of_best),
     ],

@@ -183,11 +183,20 @@ class _Stream:
         """Starts to read a part of a block, or so many of its keys."""
         blocks, size = self.shape.blocks, self.shape.page_size
         first = sequence * self.shape.pages + (block * blocks.parts + part) * (blocks.keys // size)
-        for number in range(start // size, (start + (keys or blocks.keys)) // size):
+
+        def copy(number: Any, _: None) -> None:
             page = self.table[first + number]
             for stack, buffer in zip(self.stacks, self.buffers, strict=True):
-                to = buffer.at[half, part, pl.ds(number * size, size)]
+                at = number * size
+                to = buffer.at[half, part, pl.ds(at if isinstance(at, int) else pl.multiple_of(at, size), size)]
                 pltpu.make_async_copy(stack.at[page], to, self.arrived.at[half, part]).start()
+
+        pages = range(start // size, (start + (keys or blocks.keys)) // size)
+        if len(pages) > blocks.selection.unroll:
+            threshold.unrolled(len(pages), lambda i, _: copy(pages[0] + i, None), None, blocks.selection.unroll)
+        else:
+            for number in pages:
+                copy(number, None)
 
     def wait(self, half: Any, part: Any) -> None:
         """Waits for all pages of a part."""
