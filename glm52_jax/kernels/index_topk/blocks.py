@@ -39,7 +39,7 @@ class Blocks:
         return self.block // self.keys
 
 
-_READ_AHEAD = 8 << 20
+_READ_AHEAD = 16 << 20
 """Bytes of a block: reading them takes about as long as a selection, which then holds up nothing."""
 
 _KEYS, _PART = 8192, 2048

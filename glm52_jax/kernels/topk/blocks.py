@@ -88,8 +88,7 @@ class Blocks:
 def choose(rows: int, positions: int, k: int, *, interpret: bool = False, chunk: int = 0) -> Blocks:
     """Sizes for rows of so many positions.
 
-    The sizes follow from the shapes alone: vector memory holds any of them on every chip, and no chip preferred others
-    in a sweep.
+    The sizes follow from the shapes alone, for all chips: their vector units are alike, and vector memory holds any.
 
     Args:
         rows: rows selected from together.
