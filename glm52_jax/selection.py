@@ -31,16 +31,17 @@ class Selection:
     def empty(
         cls, batch: int, queries: int, *, k: int | None = None, positions: int | None = None, unit: int = 0
     ) -> Selection:
-        """Nothing selected, in list form for `k`, in mask form for `positions`; the list with its units for a `unit`."""
+        """Nothing selected, in list form for `k` (with units for a `unit`), in mask form for `positions`."""
         if k is not None:
-            nothing = cls(indices=jnp.full((batch, queries, k), -1, jnp.int32))
-            return nothing.replace(units=jnp.zeros((batch, queries, k), jnp.int32), unit=unit) if unit else nothing
+            units = jnp.zeros((batch, queries, k), jnp.int32) if unit else None
+            return cls(indices=jnp.full((batch, queries, k), -1, jnp.int32), units=units, unit=unit)
         return cls(mask=jnp.zeros((batch, queries, positions or 0), jnp.bool_))
 
     def planned(self, unit: int, *, ascending: bool = False) -> Selection:
         """The same selection with its units, for kernels that copy `unit` rows at a time."""
         assert self.indices is not None
-        return self.replace(units=plan_units(self.indices, unit, ascending=ascending), unit=unit)
+        units = plan_units(self.indices, unit, ascending=ascending)
+        return Selection(self.indices, self.mask, units, unit)
 
     def rows(self, row: jax.Array) -> Selection:
         """The selection of query number `row[b]` of each sequence, as a selection with one query."""
@@ -83,8 +84,8 @@ _ROW = 128  # positions that a mask made of a list has side by side
 def single_units(indices: jax.Array, unit: int) -> jax.Array:
     """int32 like `indices`: for each position the unit that it is in and the bit of its own row; 0 for -1.
 
-    An entry is the unit's number above `UNIT_BITS` bits for its rows, 0 where there is none. Units of neighbours are not
-    joined, so this takes no sort.
+    An entry is the unit's number above `UNIT_BITS` bits for its rows, 0 where there is none. Units of neighbours are
+    not joined, so this takes no sort.
     """
     entry = (indices // unit << UNIT_BITS) | (1 << indices % unit)
     return jnp.where(indices < 0, 0, entry)

@@ -24,9 +24,11 @@ class GatherBlocks:
 
     Attributes:
         chunk: units of rows that are copied and attended to at a time.
+        piece: of those, units that are masked and multiplied together.
     """
 
     chunk: int
+    piece: int
 
 
 _CHUNKS: dict[tuple[str, int, int], int] = {}
@@ -38,10 +40,14 @@ def choose(chip: Chip, unit: int, parts: int, entries: int, lanes: int = 128) ->
 
     A chunk is long enough to hide the latency of a product behind its copies, and short enough that the last one of a
     list, which is copied in full, does not cost much; its copies are so many instructions, too.
+
+    Args:
+        lanes: what a chunk is a multiple of.
     """
     usual = 128 if unit == BLOCK_ROWS or parts > 1 else 256
     longest = _CHUNKS.get((chip.name, unit, parts), usual)
-    return GatherBlocks(min(-(-entries // (2 * lanes)) * lanes, longest))
+    chunk = min(-(-entries // (2 * lanes)) * lanes, longest)
+    return GatherBlocks(chunk, min(chunk, 32 if unit == BLOCK_ROWS else 128))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +73,12 @@ class RowShape:
         )
 
 
-_COPY_BUNDLES = {"rows": 8.3, "blocks": 6.2}
-"""Instructions to issue a copy, from the schedules; the first takes more arithmetic to find its place in a tile."""
+_COPY_CYCLES = {"rows": 7.5, "blocks": 6.0}
+"""To issue a copy, from the schedules: the place of a row in a tile takes more arithmetic than that of a tile."""
+
+_ROW_CYCLES = {1: 1.7, 2: 2.4, 3: 3.4}
+"""Of a core, what masking, converting and multiplying a row adds to its copy, from the same schedules; by the parts of
+a row, and one more where they are float8."""
 
 _DENSE_SHARE = 0.8
 """Of the peak rate that products with all of the context reach."""
@@ -77,36 +87,44 @@ _HEADS, _WIDTHS = 64, 640 + 512
 """Of the model, for which the forms are compared: multiply-adds of a head with a row."""
 
 
-def times(chip: Chip, tokens: int, expected: int, capacity: int, row: RowShape) -> dict[str, float]:
-    """Seconds a query in each form, for selections that are spread evenly over the context."""
-    flops = 2 * _HEADS * _WIDTHS
-    peak = chip.peak("bf16")
-    bandwidth = chip.hbm_bytes_per_s
-    issue = 1 / (chip.clock_hz * chip.cores_per_device)
+def times(
+    chip: Chip, tokens: int, expected: int, capacity: int, row: RowShape, per_block: float | None = None
+) -> dict[str, float]:
+    """Seconds a query in each form; the arguments are those of `choose_form`."""
+    share = expected / capacity
+    touched = capacity / BLOCK_ROWS * (1 - (1 - share) ** BLOCK_ROWS) if per_block is None else expected / per_block
+    cycle = 1 / (chip.clock_hz * chip.cores_per_device)
+    work = _ROW_CYCLES[row.parts + (row.pack == 4)]
 
-    def gather(form: str, unit: int) -> float:
-        units = capacity / unit * (1 - (1 - expected / capacity) ** unit) if form == "blocks" else expected
-        # Products with 64 heads leave half of a matrix unit empty, or a longer time for what it holds.
-        products = units * unit * flops / (peak / 2)
-        return max(units * row.parts * _COPY_BUNDLES[form] * issue, units * unit * row.row_bytes / bandwidth, products)
+    def gather(form: str, units: float, rows: int) -> float:
+        issued = units * (row.parts * _COPY_CYCLES[form] + rows * work) * cycle
+        return max(issued, units * rows * row.row_bytes / chip.hbm_bytes_per_s)
 
-    dense = max(capacity * flops / (peak * _DENSE_SHARE), capacity * row.row_bytes / bandwidth / tokens)
-    return {"dense": dense, "blocks": gather("blocks", BLOCK_ROWS), "rows": gather("rows", row.pack)}
+    products = 2 * _HEADS * _WIDTHS * capacity / (chip.peak("bf16") * _DENSE_SHARE)
+    return {
+        "dense": max(products, capacity * row.row_bytes / chip.hbm_bytes_per_s / tokens),
+        "blocks": gather("blocks", touched, BLOCK_ROWS),
+        "rows": gather("rows", expected, row.pack),
+    }
 
 
-def choose_form(chip: Chip, tokens: int, expected: int, capacity: int, row: RowShape) -> str:
-    """The form that takes the least time, of `FORMS`.
+def choose_form(
+    chip: Chip, tokens: int, expected: int, capacity: int, row: RowShape, per_block: float | None = None
+) -> str:
+    """The form that takes the least time, of `FORMS`; for decoding and for the chunks of a prefill.
 
-    Gathering takes a time that grows with the selected rows alone: that of issuing their copies, or of the bytes and
-    products of whole blocks. Reading densely takes one that grows with the context: that of its products for each query,
-    or of its bytes, which all queries of a sequence share.
+    Gathering takes a time that grows with the selected rows alone: that of issuing their copies and of the work on what
+    they bring, or of the bytes. Reading densely takes one that grows with the context: that of its products for each
+    query, or of its bytes, which all queries of a sequence share. Blocks are worth it only where selected rows are
+    neighbours.
 
     Args:
         tokens: queries of a sequence, which attend together.
         expected: rows that each selects.
         capacity: positions of the context.
+        per_block: selected rows of a block that has any, where that is known; else rows are taken to be spread evenly.
     """
-    found = times(chip, tokens, expected, capacity, row)
+    found = times(chip, tokens, expected, capacity, row, per_block)
     return min(FORMS, key=found.__getitem__)
 
 

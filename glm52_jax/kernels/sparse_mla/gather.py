@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -62,6 +63,7 @@ class Gather:
         unit: rows a copy.
         page_units: units a page.
         chunk: units that are copied and attended to at a time, a multiple of `lanes`.
+        piece: of those, units that are masked and multiplied together.
         entries: places of a query's list of units, a multiple of `2 * chunk`.
         pages: of a sequence, a multiple of 128.
         tokens: queries a sequence.
@@ -75,6 +77,7 @@ class Gather:
     unit: int
     page_units: int
     chunk: int
+    piece: int
     entries: int
     pages: int
     tokens: int
@@ -151,6 +154,8 @@ def attend(
                 pltpu.VMEM((heads, plan.rank), jnp.float32),
                 pltpu.VMEM((heads, LANES), jnp.float32),
                 pltpu.VMEM((heads, LANES), jnp.float32),
+                pltpu.VMEM((plan.chunk * plan.unit, width), queries.dtype),
+                pltpu.VMEM((heads, plan.chunk * plan.unit), jnp.float32),
                 pltpu.SemaphoreType.DMA,
                 *[pltpu.SMEM((plan.chunk,), jnp.int32)] * 2,
                 *[pltpu.SemaphoreType.DMA] * 4,
@@ -164,9 +169,9 @@ def attend(
     )(
         counts,
         scale,
-        entries.reshape(-1, 1, plan.chunk),
+        (entries >> UNIT_BITS).reshape(-1, 1, plan.chunk),
         tables,
-        entries.reshape(count, groups, plan.lanes),
+        (entries & ((1 << UNIT_BITS) - 1)).reshape(count, groups, plan.lanes),
         queries,
         *spreads,
         *stack,
@@ -178,14 +183,15 @@ def _kernel(plan: Gather, spreads: dict[int, Any], decode: Any, head: Sequence[A
     """One query. Copies that are under way go from one query of a core to the next."""
     counts, scale, lists, tables, bits, queries = head
     count = len(plan.parts)
-    out, lse, table, under_way, total, top, norm, table_sem, *scratch = rest[count:]
+    out, lse, table, under_way, total, top, norm, kept, scores, table_sem, *scratch = rest[count:]
     step, own = pl.program_id(1), pl.program_id(0) * plan.per_core + pl.program_id(1)
     side = step % 2
     pairs = pl.cdiv(counts[own], 2 * plan.chunk)
     after = own + jnp.where(step + 1 < plan.per_core, 1, 0)
     more = (after > own) & (counts[after] > 0)
-    sides = [_Buffer(plan, rest[:count], lists, *scratch[number:6:2], scratch[6 + number :: 2]) for number in range(2)]
-    even, odd = sides
+    (units, odd_units, list_sem, odd_list_sem, sem, odd_sem), rows = scratch[:6], scratch[6:]
+    even = _Buffer(plan, rest[:count], lists, units, list_sem, sem, rows[::2])
+    odd = _Buffer(plan, rest[:count], lists, odd_units, odd_list_sem, odd_sem, rows[1::2])
 
     def table_of(query: Any, side: Any) -> Any:
         place = table.at[pl.ds(pl.multiple_of(side * plan.pages, LANES), plan.pages)]
@@ -229,8 +235,10 @@ def _kernel(plan: Gather, spreads: dict[int, Any], decode: Any, head: Sequence[A
             now.list_of(query, chunk + first).start()
             there = jnp.where(last & more, 1 - side, side) if first else side
             then.start(table.at[pl.ds(pl.multiple_of(there * plan.pages, LANES), plan.pages)])
-            rows, mask = now.masked(2 * pair + first, bits, spreads)
-            _accumulate(plan, queries[0], decode(rows), mask, scale, total, top, norm)
+            groups = plan.chunk // plan.lanes
+            listed = bits[0, pl.ds((2 * pair + first) * groups, groups), :]
+            spread = _in_rows(plan, listed, spreads)
+            _accumulate(plan, now, spread, decode, queries[0], scale, (total, top, norm, kept, scores))
 
     @pl.when((pairs > 0) & ~more)
     def _() -> None:
@@ -253,12 +261,12 @@ class _Buffer:
     """One of the two places for a chunk: its list of units, and the rows that are copied for them."""
 
     def __init__(
-        self, plan: Gather, parts: Sequence[Any], lists: Any, entries: Any, list_sem: Any, sem: Any, rows: Sequence[Any]
+        self, plan: Gather, parts: Sequence[Any], lists: Any, units: Any, list_sem: Any, sem: Any, rows: Sequence[Any]
     ):
-        self.plan, self.lists, self.entries, self.list_sem, self.sem, self.rows = (
+        self.plan, self.lists, self.units, self.list_sem, self.sem, self.rows = (
             plan,
             lists,
-            entries,
+            units,
             list_sem,
             sem,
             rows,
@@ -270,16 +278,11 @@ class _Buffer:
     def list_of(self, query: Any, chunk: Any) -> Any:
         """The copy of a chunk's list."""
         chunks = self.plan.entries // self.plan.chunk
-        return pltpu.make_async_copy(self.lists.at[query * chunks + chunk, 0], self.entries, self.list_sem)
+        return pltpu.make_async_copy(self.lists.at[query * chunks + chunk, 0], self.units, self.list_sem)
 
     def _one(self, table: Any, place: Any) -> None:
-        entry, units = self.entries[place], self.plan.page_units
-        unit = entry >> UNIT_BITS
-        if units & (units - 1):
-            page = unit // units
-        else:
-            page = entry >> (UNIT_BITS + units.bit_length() - 1)
-        unit += table[page]
+        unit, units = self.units[place], self.plan.page_units
+        unit += table[unit // units if units & (units - 1) else unit >> (units.bit_length() - 1)]
         for part, ref, rows in zip(self.plan.parts, self.parts, self.rows, strict=True):
             words = part.words
             source = ref.at[pl.ds(pl.multiple_of(unit * words, words), words)]
@@ -288,10 +291,11 @@ class _Buffer:
 
     def start(self, table: Any) -> None:
         """Starts the copies of the chunk that is listed, in a straight line."""
-        if not self.plan.straight:
-            return self.start_slowly(table)
-        for place in range(self.plan.chunk):
-            self._one(table, place)
+        if self.plan.straight:
+            for place in range(self.plan.chunk):
+                self._one(table, place)
+        else:
+            self.start_slowly(table)
 
     def start_slowly(self, table: Any) -> None:
         """The same in a loop, where nothing is computed meanwhile."""
@@ -308,64 +312,91 @@ class _Buffer:
         for rows in self.rows:
             pltpu.make_async_copy(rows, rows, self.sem).wait()
 
-    def masked(self, chunk: Any, bits: Any, spreads: dict[int, Any]) -> tuple[list[jax.Array], jax.Array]:
-        """The rows of a chunk, zeros where they are not selected, and which are: a boolean row.
+    def masked(self, spread: dict[int, jax.Array], piece: int) -> tuple[list[jax.Array], jax.Array]:
+        """The rows of a piece of the chunk, zeros where they are not selected, and which are: a boolean row.
 
         What is not selected may be NaN, which would survive a weight of zero.
+
+        Args:
+            spread: the bits of the chunk's units, each so many times, in one row.
         """
         plan = self.plan
-        groups = plan.chunk // plan.lanes
-        chosen = bits[0, pl.ds(chunk * groups, groups), :] & ((1 << UNIT_BITS) - 1)
-        spread = {1: chosen}
-        for times, matrix in spreads.items():
-            # Numbers up to 255 are exact in bfloat16.
-            values = chosen.astype(jnp.float32).astype(jnp.bfloat16)
-            product = jnp.dot(values, matrix[...], preferred_element_type=jnp.float32)
-            spread[times] = product.astype(jnp.int32)
 
-        def in_row(times: int) -> jax.Array:
-            return jnp.concatenate([spread[times][group : group + 1] for group in range(groups)], axis=1)
+        def part_of(times: int) -> jax.Array:
+            return spread[times][:, piece * plan.piece * times : (piece + 1) * plan.piece * times]
 
-        lane = jax.lax.broadcasted_iota(jnp.int32, (1, plan.chunk * plan.unit), 1) % plan.unit
-        mask = ((in_row(plan.unit) >> lane) & 1) > 0
-        columns = {part.words: _column(in_row(part.words)) for part in plan.parts}
+        lane = jax.lax.broadcasted_iota(jnp.int32, (1, plan.piece * plan.unit), 1) % plan.unit
+        mask = ((part_of(plan.unit) >> lane) & 1) > 0
+        columns = {words: _column(part_of(words)) for words in {part.words for part in plan.parts}}
         rows = []
-        for part, buffer in zip(plan.parts, self.rows, strict=True):
-            words = _words(columns[part.words], part)
-            values = buffer[...]
-            pieces = []
-            for start in range(0, part.width, LANES):
-                piece = values[:, start : start + LANES]
-                keep = words[:, : piece.shape[1]]
-                pieces.append(piece & keep if part.pack > 1 else jnp.where(keep != 0, piece, jnp.zeros_like(piece)))
-            joined = jnp.concatenate(pieces, axis=1) if len(pieces) > 1 else pieces[0]
-            rows.append(pltpu.bitcast(joined, part.dtype) if part.pack > 1 else joined)
+        for part, ref in zip(plan.parts, self.rows, strict=True):
+            keep = _words(columns[part.words], part)
+            count = plan.piece * part.words
+            values = ref[piece * count : (piece + 1) * count]
+            keep = jnp.concatenate([keep] * (-(-part.width // LANES)), axis=1)[:, : part.width]
+            if part.pack > 1:
+                rows.append(pltpu.bitcast(values & keep, part.dtype))
+            else:
+                rows.append(jnp.where(keep != 0, values, jnp.zeros_like(values)))
         return rows, mask
 
 
+def _in_rows(plan: Gather, bits: jax.Array, spreads: dict[int, Any]) -> dict[int, jax.Array]:
+    """Numbers up to 255, which are exact in bfloat16, each so many times as the keys say, in one row.
+
+    Args:
+        bits: int32 `[groups, lanes]`.
+    """
+    found = {1: bits}
+    values = bits.astype(jnp.float32).astype(jnp.bfloat16)
+    for times, matrix in spreads.items():
+        found[times] = jnp.dot(values, matrix[...], preferred_element_type=jnp.float32).astype(jnp.int32)
+    groups = range(bits.shape[0])
+    return {times: jnp.concatenate([rows[n : n + 1] for n in groups], axis=1) for times, rows in found.items()}
+
+
 def _accumulate(
-    plan: Gather, q: jax.Array, rows: jax.Array, mask: jax.Array, scale: Any, total: Any, top: Any, norm: Any
+    plan: Gather, buffer: _Buffer, spread: dict[int, jax.Array], decode: Any, q: jax.Array, scale: Any, state: Any
 ) -> None:
-    """Adds a chunk of rows to the softmax over all of them."""
+    """Adds a chunk of rows to the softmax over all of them.
+
+    Piece by piece: with all of a chunk in registers at once there would not be enough of them, and the compiler stops
+    issuing copies where it is short of registers.
+    """
+    total, top, norm, kept, scores = state
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
 
     def product(a: jax.Array, b: jax.Array, contract: int) -> jax.Array:
         dims = (((1,), (contract,)), ((), ()))
         return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
-    scores = jnp.where(mask, product(q, rows, 1) * scale[0], _NOTHING)
+    size = plan.piece * plan.unit
+    pieces = [slice(start, start + size) for start in range(0, plan.chunk * plan.unit, size)]
     before = top[...]
-    now = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
-    weights = jnp.where(mask, jnp.exp(scores - now[:, :1]), 0.0)
+    now = before
+    for number, place in enumerate(pieces):
+        parts, mask = buffer.masked(spread, number)
+        rows = decode(parts)
+        kept[place] = rows
+        found = jnp.where(mask, product(q, rows, 1) * scale[0], _NOTHING)
+        scores[:, place] = found
+        now = jnp.maximum(now, jnp.max(found, axis=1, keepdims=True))
     fade = jnp.exp(before - now)
     top[...] = now
-    norm[...] = norm[...] * fade + jnp.sum(weights, axis=1, keepdims=True)
-    total[...] = total[...] * fade[:, :1] + product(weights.astype(q.dtype), rows[:, : plan.rank], 0)
+    added = norm[...] * fade
+    result = total[...] * fade[:, :1]
+    for place in pieces:
+        found = scores[:, place]
+        weights = jnp.where(found > _NOTHING, jnp.exp(found - now[:, :1]), 0.0)
+        added += jnp.sum(weights, axis=1, keepdims=True)
+        result += product(weights.astype(q.dtype), kept[place, : plan.rank], 0)
+    norm[...] = added
+    total[...] = result
 
 
-def _spread(count: int, times: int) -> jax.Array:
+def _spread(count: int, times: int) -> np.ndarray:
     """bfloat16 `[count, count * times]` that repeats each of `count` numbers when a row of them is multiplied by it."""
-    return jnp.asarray(jnp.arange(count * times)[None] // times == jnp.arange(count)[:, None], jnp.bfloat16)
+    return (np.arange(count * times)[None] // times == np.arange(count)[:, None]).astype(jnp.bfloat16)
 
 
 def _column(row: jax.Array) -> jax.Array:

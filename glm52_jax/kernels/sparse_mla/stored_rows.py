@@ -42,24 +42,28 @@ def stored_rows(stack: RowStack, layer: jax.Array | int, dtype: Any) -> tuple[li
     if isinstance(form, TensorRows):
         codes = stack.parts["codes"]
         scale = jnp.asarray(form.scales, jnp.float32)[layer]
-        return [codes], StoredRows(codes.shape[-1], lambda parts: _floats(parts[0]).astype(dtype), scale)
+        return [codes], StoredRows(codes.shape[-1], lambda parts: parts[0].astype(dtype), scale)
     if isinstance(form, LaneRows):
         tail = stack.parts["tail"]
+        codes = stack.parts["codes"]
         width = form.coded + tail.shape[-1]
-        return [stack.parts["codes"], tail], StoredRows(width, lambda parts: _lane_rows(form, parts, dtype))
+        return [codes, tail], StoredRows(width, lambda parts: _lane_rows(form, parts, dtype))
     return None
 
 
 def _lane_rows(form: LaneRows, parts: Sequence[jax.Array], dtype: Any) -> jax.Array:
-    """Codes times the scales of their groups, exact since those are powers of two; the tail as it is behind them."""
-    codes, tail = _floats(parts[0]), parts[1].astype(jnp.float32)
-    pieces = []
-    for number, start in enumerate(range(0, form.coded, form.group)):
-        place = form.plain + number
-        group = codes[:, start : min(start + form.group, form.coded)]
-        pieces.append((group * tail[:, place : place + 1]).astype(dtype))
-    return jnp.concatenate([*pieces, parts[1].astype(dtype)], axis=1)
+    """Codes times the scales of their groups, exact since those are powers of two; the tail as it is behind them.
 
-
-def _floats(codes: jax.Array) -> jax.Array:
-    return codes.astype(jnp.float32)
+    A product with ones brings the scale of its group to every code: matrix units do it faster than lanes are spread.
+    """
+    codes, tail = parts
+    place = jax.lax.broadcasted_iota(jnp.int32, (tail.shape[1], codes.shape[1]), 0) - form.plain
+    group = jax.lax.broadcasted_iota(jnp.int32, (tail.shape[1], codes.shape[1]), 1) // form.group
+    scales = jnp.dot(
+        tail,
+        (place == group).astype(tail.dtype),
+        precision=jax.lax.Precision.HIGHEST if tail.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+    coded = (codes.astype(jnp.float32) * scales).astype(dtype)
+    return jnp.concatenate([coded[:, : form.coded], tail.astype(dtype)], axis=1)
