@@ -59,8 +59,8 @@ def run(backend: str):
     return jax.jit(functools.partial(routed_experts, backend=backend))
 
 
-@given(tokens=st.sampled_from([1, 40, 65, 200]), seed=st.integers(0, 99), share=st.sampled_from([0.0, 0.1, 0.7, 1.0]))
-@settings(max_examples=10, deadline=None)
+@given(tokens=st.sampled_from([1, 65, 200]), seed=st.integers(0, 99), share=st.sampled_from([0.0, 0.1, 0.7, 1.0]))
+@settings(max_examples=8, deadline=None)
 def test_any_assignment(tokens: int, seed: int, share: float) -> None:
     """Few rows and many, at widths that are no whole registers; what padding holds does not matter."""
     gate_up, down = stacks(4, 6)

@@ -30,32 +30,36 @@ def block_matmul_tiled(x: jax.Array, weight: Stack, layer: jax.Array | int, *, d
     form = Form.of(weight, x, sizes.out, target)
     padded = jnp.pad(x, ((0, -rows % sizes.rows), (0, 0)))
 
-    def block_of(piece: Any, column: Any, row: Any, layer: Any) -> tuple[Any, ...]:
-        return layer[0], piece, column, 0
+    steps = -(-out // sizes.out)
+
+    def block_of(step: Any, row: Any, layer: Any) -> tuple[Any, ...]:
+        return layer[0], step // steps, step % steps, 0
 
     operands, specs = (
         [form.prepare(padded), values.reshape(-1, pieces, *values.shape[-2:])],
         [
-            pl.BlockSpec((sizes.rows, inner), lambda piece, column, row, layer: (row, 0)),
+            pl.BlockSpec((sizes.rows, inner), lambda step, row, layer: (row, 0)),
             pl.BlockSpec((None, None, sizes.out, inner), block_of),
         ],
     )
     if scales is not None:
         scales = scales.reshaped(pieces)
         operands.append(scales.array)
-        specs.append(scales.spec(lambda piece, column, row, layer: (layer[0], piece)))
+        specs.append(scales.spec(lambda step, row, layer: (layer[0], step // steps)))
     result = call(
-        functools.partial(_kernel, form, scales, sizes),
+        functools.partial(_kernel, form, scales, sizes, steps),
         name="block_matmul",
         target=target,
         cost=blocks.cost(padded.shape[0], weight, x.dtype, dtype),
         out_shape=jax.ShapeDtypeStruct((pieces, padded.shape[0], out), dtype),
-        semantics=("arbitrary", "parallel", "arbitrary"),
+        semantics=("parallel", "arbitrary"),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(pieces, -(-out // sizes.out), padded.shape[0] // sizes.rows),
+            grid=(pieces * steps, padded.shape[0] // sizes.rows),
             in_specs=specs,
-            out_specs=pl.BlockSpec((None, sizes.rows, sizes.out), lambda piece, column, row, _: (piece, row, column)),
+            out_specs=pl.BlockSpec(
+                (None, sizes.rows, sizes.out), lambda step, row, _: (step // steps, row, step % steps)
+            ),
         ),
     )(jnp.asarray(layer, jnp.int32).reshape(1), *operands)
     result = result[0] if pieces == 1 else jnp.moveaxis(result, 0, 1)
@@ -63,11 +67,18 @@ def block_matmul_tiled(x: jax.Array, weight: Stack, layer: jax.Array | int, *, d
 
 
 def _kernel(
-    form: Form, scales: Scales | None, sizes: blocks.Blocks, layer: Any, x: Any, weight: Any, *refs: Any
+    form: Form,
+    scales: Scales | None,
+    sizes: blocks.Blocks,
+    steps: int,
+    layer: Any,
+    x: Any,
+    weight: Any,
+    *refs: Any,
 ) -> None:
     del layer
     *scale_refs, out = refs
-    block = pl.program_id(1) * sizes.out
+    block = pl.program_id(0) % steps * sizes.out
 
     def some_rows(part: Any, carry: Any) -> Any:
         here = pl.ds(pl.multiple_of(part * sizes.part, sizes.part), sizes.part)

@@ -12,8 +12,8 @@ from jax.experimental import pallas as pl
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.block_matmul.product import Stack, values_of
 
-TOKENS = 16
-"""Their number is padded to a multiple of it: rows of two bytes in a register."""
+TOKENS = 8
+"""Their number is padded to a multiple of it: rows of a register."""
 
 FEW = 64
 """Most tokens of the kernel for few of them."""
@@ -29,10 +29,17 @@ MOST_BACK = 1024
 """Of one part of the gradients, which hold every row that there could be."""
 
 
-def few(target: Target, tokens: int, gate_up: Stack, down: Stack) -> int:
-    """Columns of the width in one step of `few`."""
+def split(target: Target, steps: int) -> tuple[int, int]:
+    """Cores that share so many steps, and the steps of each."""
+    cores = target.chip.cores_per_device if steps % target.chip.cores_per_device == 0 else 1
+    return cores, steps // cores
+
+
+def few(target: Target, gate_up: Stack) -> tuple[int, int, int]:
+    """Of `few`: columns of the width in one step, cores that share the width, and steps of each."""
     width = values_of(gate_up).shape[-2]
-    return next((tile for tile in (target.chip.mxu_width, 128) if width % tile == 0), width)
+    tile = next((tile for tile in (target.chip.mxu_width, 128) if width % tile == 0), width)
+    return tile, *split(target, width // tile)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +63,6 @@ class Grouped:
     def within(self, tiles: int) -> Grouped:
         """With a window of no more tiles than there can be."""
         return dataclasses.replace(self, window=min(self.window, tiles))
-
-    def split(self, target: Target, steps: int) -> tuple[int, int]:
-        """Cores that share so many steps, and the steps of each."""
-        cores = target.chip.cores_per_device if steps % target.chip.cores_per_device == 0 else 1
-        return cores, steps // cores
 
 
 def grouped(target: Target, dtype: Any, gate_up: Stack, down: Stack) -> Grouped:

@@ -34,10 +34,8 @@ def routed_experts_few(
 ) -> jax.Array:
     """See `api.routed_experts`; rows and their number as the units take them."""
     tokens, embed = x.shape
-    _, count, _, width, _ = values_of(gate_up).shape
-    tile = blocks.few(target, tokens, gate_up, down)
-    cores = target.chip.cores_per_device if width // tile % target.chip.cores_per_device == 0 else 1
-    steps = width // tile // cores
+    count = values_of(gate_up).shape[1]
+    tile, cores, steps = blocks.few(target, gate_up)
     up_form, down_form = Form.of(gate_up, x, tile, target), Form.of(down, x, embed, target)
     active, used = in_use(jnp.any(jnp.arange(count)[:, None, None] == experts.T, axis=(1, 2)))
 
@@ -68,7 +66,8 @@ def routed_experts_few(
         semantics=("parallel", "arbitrary", "arbitrary"),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(cores, jnp.maximum(used, 1), steps),
+            # Where there is no row at all, little is fetched in vain.
+            grid=(cores, jnp.maximum(used, 1), jnp.where(used > 0, steps, 1)),
             in_specs=specs,
             out_specs=pl.BlockSpec((None, tokens, embed), lambda core, *_: (core, 0, 0)),
             scratch_shapes=[
@@ -142,7 +141,7 @@ def _kernel(
             here = pl.ds(first, size)
             out[:, here] += down.sums(hidden, down_values.at[here], scale_down)
 
-    @pl.when((slot == pl.num_programs(1) - 1) & (step == steps - 1))
+    @pl.when((slot == pl.num_programs(1) - 1) & (step == pl.num_programs(2) - 1))
     def _finish() -> None:
         for first, size in down.groups(out.shape[1]) if down.spread else []:
             columns = pl.ds(first, size)

@@ -81,7 +81,7 @@ def _hidden(
     ends = group_at(groups, jnp.stack([start, jnp.minimum(start + sizes.window, groups.used[1]) - 1]))
     # Number of the window, its first tile, tiles behind its last one, and its first group.
     window = jnp.stack([number, start, jnp.minimum(start + sizes.window, groups.used[1]), ends[0]]).astype(jnp.int32)
-    cores, steps = sizes.split(target, width // sizes.up)
+    cores, steps = blocks.split(target, width // sizes.up)
 
     def at(*index: Any) -> Any:
         def of(core: Any, step: Any, slot: Any, layer: Any, window: Any, expert: Any, *_: Any) -> tuple[Any, ...]:
@@ -196,7 +196,7 @@ def _outputs(
 ) -> jax.Array:
     """Float32 `[tokens, embed]`: the sum of each token's rows."""
     _, count, embed, width = values_of(weight).shape
-    cores, steps = sizes.split(target, embed // sizes.down)
+    cores, steps = blocks.split(target, embed // sizes.down)
 
     def at(*index: Any) -> Any:
         def of(core: Any, step: Any, slot: Any, layer: Any, used: Any, expert: Any, *_: Any) -> tuple[Any, ...]:
