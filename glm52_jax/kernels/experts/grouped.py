@@ -142,7 +142,7 @@ def _hidden_kernel(
     core, step, slot = (pl.program_id(axis) for axis in range(3))
     _, start, end, first_group = (window[i] for i in range(4))
     block, group = (core * steps + step) * sizes.up, first_group + slot
-    last = tiles[group] + (counts[group] + sizes.rows - 1) // sizes.rows
+    last = tiles[group] + _in_tiles(counts[group], sizes.rows)
 
     def copy(tile: Any) -> Any:
         here = pl.ds(pl.multiple_of(tile * sizes.rows, sizes.rows), sizes.rows)
@@ -300,6 +300,11 @@ def _outputs_kernel(
                 out[token] += results[pl.ds(row + after, 1)]
             return carry
 
-        return jax.lax.fori_loop(0, (rows + SUBLANES - 1) // SUBLANES, add_rows, carry)
+        return jax.lax.fori_loop(0, _in_tiles(rows, SUBLANES), add_rows, carry)
 
-    jax.lax.fori_loop(first, first + (counts[group] + sizes.rows - 1) // sizes.rows, one_tile, None)
+    jax.lax.fori_loop(first, first + _in_tiles(counts[group], sizes.rows), one_tile, None)
+
+
+def _in_tiles(rows: jax.Array, size: int) -> jax.Array:
+    """Tiles of so many rows, of which there are not less than none: no sign to look after."""
+    return jax.lax.div(rows + (size - 1), jnp.int32(size))
