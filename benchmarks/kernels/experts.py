@@ -116,6 +116,20 @@ def _gmm_groups(rows: int, experts: int) -> np.ndarray:
     return np.bincount(np.random.default_rng(0).integers(0, experts, rows), minlength=experts)
 
 
+def _gmm_scalars(rows: int, experts: int, tile: int) -> dict[tuple[str, int], Any]:
+    """Operands of megablox's kernel: the length of its grid, first rows of the groups, group and tile of each visit."""
+    counts = _gmm_groups(rows, experts)
+    ends = np.cumsum(counts)
+    visits = [
+        (group, number)
+        for group, (end, count) in enumerate(zip(ends, counts, strict=True))
+        for number in range((end - count) // tile, -(-end // tile) if count else (end - count) // tile)
+    ]
+    groups, numbers = np.asarray(visits).T
+    operands = [len(visits)], np.pad(ends, (1, 0)), groups, numbers, [0]
+    return {("gmm", place): np.asarray(values) for place, values in enumerate(operands)}
+
+
 def _peer(rows: int, experts: int, out: int, kind: str, chip: str) -> Built:
     """The public forms of a bare grouped matmul, given their weights as they want them: one layer's, `[in, out]`."""
     del chip
@@ -133,7 +147,7 @@ def _peer(rows: int, experts: int, out: int, kind: str, chip: str) -> Built:
         return jax.lax.ragged_dot(x, weight, sizes, preferred_element_type=jnp.float32)
 
     functions: dict[str, Callable[..., jax.Array]] = {"megablox": megablox, "ragged_dot": ragged}
-    return Built(functions[kind], operands)
+    return Built(functions[kind], operands, scalars=_gmm_scalars(rows, experts, tile))
 
 
 def _bare(rows: int, experts: int, out: int) -> list[Case]:
