@@ -28,6 +28,7 @@ LATENT: dict[str, RowFormat] = {
 }
 KEYS: dict[str, RowFormat] = {
     "plain": PlainRows(RANK, jnp.dtype(jnp.bfloat16)),
+    "padded": PlainRows(RANK, jnp.dtype(jnp.bfloat16), 16),
     "fp8": LaneRows(RANK, 0, jnp.dtype(jnp.bfloat16), RANK, lanes=8),
     "fp8_rotated": LaneRows(RANK, 0, jnp.dtype(jnp.bfloat16), RANK, rotated=True, lanes=8),
 }

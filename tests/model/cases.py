@@ -27,6 +27,12 @@ FORMS = {
     for backend in ("reference", "cpu")
 }
 
+ON_TPUS = {
+    f"{attention}-{selection}": Forms(attention, selection, "interpret")
+    for attention, selection in (("absorbed", "indices"), ("absorbed", "mask"), ("expanded", "mask"))
+}
+"""The same with the kernels for TPUs, interpreted: slow to compile."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Case:

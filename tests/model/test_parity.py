@@ -6,9 +6,11 @@ import pytest
 
 import glm52_jax as glm
 from glm52_jax import model
+from glm52_jax.block import Forms
 from glm52_jax.config import FULL
 from tests.model.cases import (
     FORMS,
+    ON_TPUS,
     Case,
     Run,
     all_cases,
@@ -48,6 +50,11 @@ QUICK_PATHS = {
 }
 _HALVES = ("released_plan", "all_full", "fp8"), ("left_padded", "grouped_bias", "irregular_plan")
 QUICK_FORMS = {form: _HALVES[i % 2] for i, form in enumerate(FORMS)}
+QUICK_ON_TPUS = {
+    "absorbed-indices": ("released_plan", "fp8", "irregular_plan"),
+    "absorbed-mask": ("grouped_bias",),
+    "expanded-mask": ("all_full",),
+}
 QUICK_DRAFTS = {
     "absorbed-indices-cpu": ("released_plan", "left_padded", "fp8", "irregular_plan"),
     "absorbed-mask-cpu": ("left_padded", "fp8", "irregular_plan"),
@@ -61,15 +68,28 @@ QUICK_BFLOAT16 = {
 AS_USERS_RUN_IT = model._trace  # before the fixture `quick_compiler` replaces it
 
 
-def traced(case: Case, form: str, dtype: jnp.dtype = jnp.float32) -> Run:
+def traced(case: Case, forms: Forms, dtype: jnp.dtype = jnp.float32) -> Run:
     """Whole texts at once; embeddings of padding are NaN."""
     tokens = np.where(case.real, case.tokens, case.unused_token)
-    return Run.of(glm.trace(case.spoiled_params(dtype), case.config, tokens, case.real, forms=FORMS[form]))
+    return Run.of(glm.trace(case.spoiled_params(dtype), case.config, tokens, case.real, forms=forms))
 
 
 @each_case_and("form", QUICK_FORMS)
 def test_whole_texts(case: Case, form: str) -> None:
-    check(case, traced(case, form))
+    check(case, traced(case, FORMS[form]))
+
+
+@each_case_and("form", QUICK_ON_TPUS)
+def test_whole_texts_by_the_kernels_for_tpus(case: Case, form: str) -> None:
+    check(case, traced(case, ON_TPUS[form]))
+
+
+@each_case("fp8", "left_padded")
+def test_steps_by_the_kernels_for_tpus(case: Case) -> None:
+    """A prompt in chunks, then a few tokens one by one; pages of 8 rows."""
+    walk = Walk(case, case.spoiled_params(), page_size=8)
+    walk.run(16, ON_TPUS["absorbed-indices"], upto=case.lengths - 3).run(1, ON_TPUS["absorbed-indices"])
+    check(case, walk.seen)
 
 
 def test_forward_gives_the_logits_of_trace(released: Case) -> None:
@@ -166,7 +186,7 @@ def test_bfloat16(case: Case, form: str) -> None:
     """Nearly all choices and logits are those of float32, and no layer is less exact than the reference's own."""
     if "bfloat16_error" not in case.golden:
         pytest.skip("the case says nothing about bfloat16")
-    run = traced(case, form, jnp.bfloat16)
+    run = traced(case, FORMS[form], jnp.bfloat16)
     found = figures(case, run)
     assert found["topk"] <= 0.05, found
     assert found["experts"] <= 0.05, found
@@ -178,7 +198,7 @@ def test_bfloat16(case: Case, form: str) -> None:
 
 def test_a_departure_is_named(released: Case) -> None:
     """B15: the report says which layer departs first."""
-    run = traced(released, DECODE)
+    run = traced(released, FORMS[DECODE])
     assert not list(complaints(released, run))
     run.hidden = run.hidden + 1e-3 * (np.arange(len(run.hidden)) >= 4)[:, None, None, None]
     assert next(complaints(released, run)).startswith("layer 3 departs first, by 1.0e-03")
@@ -188,4 +208,4 @@ def test_a_departure_is_named(released: Case) -> None:
 def test_whole_texts_optimised(case: Case, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the compiler's costly passes."""
     monkeypatch.setattr(model, "_trace", AS_USERS_RUN_IT)
-    check(case, traced(case, form))
+    check(case, traced(case, FORMS[form]))

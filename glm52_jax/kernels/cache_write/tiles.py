@@ -42,8 +42,9 @@ def tables(making: Making | None, room: int) -> tuple[list[jax.Array], list[jax.
         half = sin.shape[-1]
         cos, sin = (jnp.concatenate([table, table], axis=-1) for table in (cos, sin))
         sign = jnp.repeat(jnp.array([-1.0, 1.0], jnp.float32), half)
-    start = making.norm.shape[0] if isinstance(making, LatentMaking) else 0
-    pad = ((0, 0), (0, 0), (0, room - start - cos.shape[-1]))
+    width = making.norm.shape[0]
+    turned = room - width if isinstance(making, LatentMaking) else width
+    pad = ((0, 0), (0, 0), (0, turned - cos.shape[-1]))
     # Values that are not rotated are kept, with an angle of zero.
     return shared, [jnp.pad(cos, pad, constant_values=1.0), jnp.pad(sin * sign, pad)]
 
@@ -65,13 +66,13 @@ def make(made: Any, at: Any, making: Making, dtype: Any, shared: list[Any], angl
         rope = _rotated(made[at, width:], making, angles)
         made[at, width:] = rope.astype(dtype).astype(jnp.float32)
         return
-    keys = made[at, :]
+    keys = made[at, :width]
     keys = keys - jnp.mean(keys, -1, keepdims=True)
     keys = keys * jax.lax.rsqrt(jnp.mean(jnp.square(keys), -1, keepdims=True) + making.eps)
     keys = _rotated(keys * shared[0][...] + shared[1][...], making, angles)
     if making.turned:
         keys = jax.lax.dot(keys, shared[2][...], precision=jax.lax.Precision.HIGHEST)
-    made[at, :] = keys
+    made[at, :width] = keys
 
 
 def _rotated(values: jax.Array, making: Making, angles: list[jax.Array]) -> jax.Array:
