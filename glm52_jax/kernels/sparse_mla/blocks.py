@@ -24,10 +24,13 @@ class GatherBlocks:
 
     Attributes:
         chunk: units of rows that are copied and attended to at a time.
+        early: of those, units whose copies are started before those of the chunk before are waited for, which hides the
+            latency of the last ones.
         piece: of those, units that are masked and multiplied together.
     """
 
     chunk: int
+    early: int
     piece: int
 
 
@@ -47,7 +50,7 @@ def choose(chip: Chip, unit: int, parts: int, entries: int, lanes: int = 128) ->
     usual = 128 if unit == BLOCK_ROWS or parts > 1 else 256
     longest = _CHUNKS.get((chip.name, unit, parts), usual)
     chunk = min(-(-entries // (2 * lanes)) * lanes, longest)
-    return GatherBlocks(chunk, min(chunk, 32 if unit == BLOCK_ROWS else 128))
+    return GatherBlocks(chunk, min(chunk * 3 // 8, 96 // parts), min(chunk, 32 if unit == BLOCK_ROWS else 128))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -63,6 +63,7 @@ class Gather:
         unit: rows a copy.
         page_units: units a page.
         chunk: units that are copied and attended to at a time, a multiple of `lanes`.
+        early: of those, units that are copied before the chunk before is waited for.
         piece: of those, units that are masked and multiplied together.
         entries: places of a query's list of units, a multiple of `2 * chunk`.
         pages: of a sequence, a multiple of 128.
@@ -77,6 +78,7 @@ class Gather:
     unit: int
     page_units: int
     chunk: int
+    early: int
     piece: int
     entries: int
     pages: int
@@ -230,11 +232,21 @@ def _kernel(plan: Gather, spreads: dict[int, Any], decode: Any, head: Sequence[A
         query = jnp.where(last & more, after, own)
         chunk = jnp.where(last, 0, 2 * pair + 2)
         for now, then, first in ((even, odd, 0), (odd, even, 1)):
-            now.wait()
             then.list_of(own, 0).wait()
-            now.list_of(query, chunk + first).start()
             there = jnp.where(last & more, 1 - side, side) if first else side
-            then.start(table.at[pl.ds(pl.multiple_of(there * plan.pages, LANES), plan.pages)])
+            found = table.at[pl.ds(pl.multiple_of(there * plan.pages, LANES), plan.pages)]
+            following = now.list_of(query, chunk + first)
+
+            # The next list and some copies before the wait, during the latency of the last of those waited for. They
+            # are in a branch, which is always taken, since in a straight line the compiler would move the wait to the
+            # front and the list to the end, where its own latency would be waited for.
+            @pl.when(pairs > 0)
+            def _(following: Any = following, then: Any = then, found: Any = found) -> None:
+                following.start()
+                then.start(found, range(plan.early))
+
+            now.wait()
+            then.start(found, range(plan.early, plan.chunk))
             groups = plan.chunk // plan.lanes
             listed = bits[0, pl.ds((2 * pair + first) * groups, groups), :]
             spread = _in_rows(plan, listed, spreads)
@@ -289,23 +301,25 @@ class _Buffer:
             where = rows.at[pl.ds(pl.multiple_of(place * words, words), words)]
             pltpu.make_async_copy(source, where, self.sem).start()
 
-    def start(self, table: Any) -> None:
-        """Starts the copies of the chunk that is listed, in a straight line."""
+    def start(self, table: Any, places: range) -> None:
+        """Starts the copies of those units of the chunk that is listed, in a straight line."""
         if self.plan.straight:
-            for place in range(self.plan.chunk):
+            for place in places:
                 self._one(table, place)
         else:
-            self.start_slowly(table)
+            self._start_each(table, places)
 
     def start_slowly(self, table: Any) -> None:
-        """The same in a loop, where nothing is computed meanwhile."""
+        """Starts all of them in a loop, where nothing is computed meanwhile."""
+        self._start_each(table, range(self.plan.chunk))
 
+    def _start_each(self, table: Any, places: range) -> None:
         at_once = 8 if self.plan.straight else 1
 
-        @pl.loop(0, self.plan.chunk // at_once)
+        @pl.loop(0, len(places) // at_once)
         def _(group: Any) -> None:
             for place in range(at_once):
-                self._one(table, group * at_once + place)
+                self._one(table, places.start + group * at_once + place)
 
     def wait(self) -> None:
         """Waits for all copies of a chunk."""

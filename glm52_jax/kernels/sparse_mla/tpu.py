@@ -92,6 +92,7 @@ def _gathered(
         unit=unit,
         page_units=page_size // unit,
         chunk=sizes.chunk,
+        early=sizes.early,
         piece=sizes.piece,
         entries=room,
         pages=tables.shape[-1],
