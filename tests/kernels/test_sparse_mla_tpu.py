@@ -75,8 +75,9 @@ def both(arguments: list, form: str | None, backend: str = "interpret:v5p") -> t
     return np.asarray(got[0], np.float32), np.asarray(got[1])
 
 
-@pytest.mark.parametrize("form", ["rows", "blocks"])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "form"), [*((name, "rows") for name in FORMATS), ("bf16", "blocks"), ("fp8 float32", "blocks")]
+)
 def test_formats(name: str, form: str) -> None:
     both(setting(name, 2, 3, 3, 8, 5, 21), form)
 
@@ -92,7 +93,7 @@ def test_formats(name: str, form: str) -> None:
     k=st.sampled_from([1, 7, 8, 9, 40]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 def test_shapes(
     name: str, form: str, page: int, pages: int, tokens: int, batch: int, heads: int, k: int, seed: int
 ) -> None:
@@ -143,10 +144,10 @@ def test_no_races(form: str) -> None:
 
 
 @pytest.mark.parametrize("ascending", [False, True])
-@pytest.mark.parametrize("unit", [1, 2, 4, 8])
+@pytest.mark.parametrize("unit", [2, 8])
 def test_units(unit: int, ascending: bool) -> None:
     generator = np.random.default_rng(unit)
-    for k in (1, 2, 7, 33):
+    for k in (1, 7, 33):
         indices = np.full((2, 3, k), -1, np.int32)
         for row in indices.reshape(-1, k):
             count = generator.integers(0, k + 1)
