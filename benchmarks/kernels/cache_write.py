@@ -17,6 +17,7 @@ from glm52_jax.row_formats import LaneRows, PlainRows, RowFormat, stack_of
 
 BF16 = jnp.dtype(jnp.bfloat16)
 LATENT: dict[str, RowFormat] = {"bf16": PlainRows(576, BF16, 128), "fp8": LaneRows(512, 64, BF16, lanes=128)}
+PAGES = 128  # of a sequence
 KEYS = PlainRows(128, BF16, 128)
 SHAPES = {(batch, tokens): f"decode b{batch} x{tokens}" for batch in (1, 8, 64) for tokens in (1, 6)}
 SHAPES[1, 2048] = "prefill 2k"
@@ -51,8 +52,8 @@ def cases() -> list[Case]:
 
 def _build(batch: int, tokens: int, form: RowFormat, backend: str, chip: str) -> Built:
     keys = form is KEYS
-    pages = batch * max(16, tokens // 64 + 1)
-    stack = jax.eval_shape(functools.partial(stack_of, form, (21 if keys else 78, pages, 64)))
+    pages = batch * PAGES
+    stack = jax.eval_shape(functools.partial(stack_of, form, (4, pages, 64)))
     positions = jax.ShapeDtypeStruct((batch, tokens), jnp.int32)
     rotary = jax.eval_shape(lambda p: Rotary.at(p, 64, 8e6), positions)
     width = 128 if keys else 576
@@ -80,7 +81,6 @@ def _scalars(batch: int, tokens: int, chip: str) -> dict[tuple[str, int], Any]:
     generator = np.random.default_rng(0)
     first = generator.integers(0, 64 if tokens < 64 else 1, batch) * 1
     positions = (first[:, None] + np.arange(tokens)).astype(np.int32)
-    per = max(16, tokens // 64 + 1)
-    table = generator.permutation(batch * per).reshape(batch, per).astype(np.int32)
+    table = generator.permutation(batch * PAGES).reshape(batch, PAGES).astype(np.int32)
     found = places(jnp.asarray(table), jnp.asarray(positions), 64, choose(CHIPS[chip], batch, tokens, 64))
     return {("cache_write", 1 + number): np.asarray(array) for number, array in enumerate(found)}

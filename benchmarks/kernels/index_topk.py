@@ -16,7 +16,8 @@ from glm52_jax.kernels.index_topk.blocks import cost
 from glm52_jax.kernels.index_topk.reference import index_topk_separate
 from glm52_jax.row_formats import LaneRows, PlainRows, RowFormat, stack_of
 
-HEADS, DIM, PAGE, INDEXERS = 32, 128, 64, 21
+HEADS, DIM, PAGE, _MOST_BYTES = 8 << 30
+INDEXERS = 32, 128, 64, 21
 BF16 = jnp.dtype(jnp.bfloat16)
 FORMATS: dict[str, RowFormat] = {"bf16": PlainRows(DIM, BF16, 128), "fp8": LaneRows(DIM, 0, BF16, DIM)}
 
@@ -58,7 +59,9 @@ def _case(shape: str, form: str, dims: tuple[int, int, int], keys: str, run: Any
 def _build(dims: tuple[int, int, int], keys: str, run: Any, chip: str) -> Built:
     batch, tokens, length = dims
     pages = batch * length // PAGE
-    stack = jax.eval_shape(functools.partial(stack_of, FORMATS[keys], (INDEXERS, pages, PAGE)))
+    # So many layers as have room on every chip, where any have.
+    layers = max(2, min(INDEXERS, _MOST_BYTES // (pages * PAGE * FORMATS[keys].row_bytes)))
+    stack = jax.eval_shape(functools.partial(stack_of, FORMATS[keys], (layers, pages, PAGE)))
     arguments = (
         jax.ShapeDtypeStruct((batch, tokens, HEADS, DIM), jnp.float32),
         jax.ShapeDtypeStruct((batch, tokens, HEADS), jnp.float32),

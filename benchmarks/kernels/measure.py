@@ -17,6 +17,7 @@ from sharding import chips
 from sharding.compiled import CompiledStep
 
 MIB = 2**20
+_STACK = 64 * MIB
 _REFUSALS = (jax.errors.JaxRuntimeError, jax.errors.JAXTypeError, NotImplementedError, ValueError, TypeError)
 
 
@@ -76,9 +77,8 @@ def _refused(case: Case, chip: str, error: BaseException) -> Figures:
 def _of_step(case: Case, chip: str, step: CompiledStep, seconds: float) -> Figures:
     if not step.fits:
         needed, offered = step.memory.total / 2**30, step.memory.limit / 2**30
-        return Figures(
-            case.op, case.shape, case.form, chip, refusal=f"needs {needed:.2f} GiB of HBM, there are {offered:.2f} GiB"
-        )
+        why = f"needs {needed:.2f} GiB of HBM, there are {offered:.2f} GiB"
+        return Figures(case.op, case.shape, case.form, chip, refusal=why, fits=False)
     copies = [copy for copy in step.program.copies if copy.executed]
     return Figures(
         case.op,
@@ -89,8 +89,20 @@ def _of_step(case: Case, chip: str, step: CompiledStep, seconds: float) -> Figur
         temporaries=step.memory.temporaries,
         copied=max((copy.bytes for copy in copies), default=0),
         copies=tuple(f"{copy.kind} {copy.shape} {copy.bytes / MIB:.0f} MiB {copy.op_name}".strip() for copy in copies),
+        layer=_layer_bytes(step),
         floors=floors(case, chip),
     )
+
+
+def _layer_bytes(step: CompiledStep) -> int:
+    """Bytes of a layer of the smallest stack: stacks are the large arguments of four dimensions and more."""
+    stacks = [
+        (one.bytes, int(dimensions[0]))
+        for one in step.arguments
+        if len(dimensions := re.findall(r"\d+", one.shape.partition("[")[2].partition("]")[0])) >= 4
+        and one.bytes >= _STACK
+    ]
+    return min((size // layers for size, layers in stacks if layers > 1), default=0)
 
 
 def _with_estimate(case: Case, basis: Figures, made: Estimate) -> Figures:
