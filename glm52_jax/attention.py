@@ -118,10 +118,17 @@ def _absorbed(
         selection,
         config.qk_head_dim**-0.5,
         kv_lora_rank=config.kv_lora_rank,
+        expected=expected_rows(config, cache, layout),
         backend=backend,
     )
     latent = _merged(layout, latent, lse)
     return einsum("bshr,hvr->bshv", latent, weights["v_up"])
+
+
+def expected_rows(config: ModelConfig, cache: Cache, layout: Layout) -> int:
+    """Rows of this device that a query attends to, on average over a long context."""
+    parts = layout.parts("kv_pages")
+    return -(-min(config.index_topk, cache.capacity * parts) // parts)
 
 
 def _expanded(

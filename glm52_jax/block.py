@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from glm52_jax import indexer
-from glm52_jax.attention import attend, latent_making, project
+from glm52_jax.attention import attend, expected_rows, latent_making, project
 from glm52_jax.cache import Cache, Places
 from glm52_jax.config import DENSE, FULL, ModelConfig
 from glm52_jax.errors import InputError
@@ -45,8 +45,6 @@ class Forms:
         dispatch: how tokens reach experts on other devices; chosen by the size of the step when None.
         transport: how rows are exchanged there, see `sharding.ragged.resolve_transport`.
         halves: exchange rows in two halves, so that one may travel while the experts of the other are computed.
-        unit: neighbouring rows of the cache that its kernel copies together, which a list then has once; see
-            `Selection.units`. None of them when 0.
     """
 
     attention: str = "absorbed"
@@ -56,7 +54,6 @@ class Forms:
     dispatch: DispatchForm | None = None
     transport: str = "padded"
     halves: bool = False
-    unit: int = 0
 
     def __post_init__(self) -> None:
         if self.attention not in ("absorbed", "expanded"):
@@ -99,25 +96,14 @@ class Forms:
         target = Target.of(self.backend)
         if target is None or self.attention == "expanded":
             return self
-        from glm52_jax.kernels.sparse_mla.blocks import BLOCK_ROWS, RowShape, choose_form  # Pallas takes a second
+        from glm52_jax.kernels.sparse_mla.blocks import RowShape, choose_form  # Pallas takes a second
 
-        form = choose_form(
-            target.chip,
-            tokens,
-            self.expected(config, cache),
-            cache.capacity,
-            RowShape.of(list(parts_of(cache.latent).values())),
-        )
+        row = RowShape.of(list(parts_of(cache.latent).values()))
+        expected = expected_rows(config, cache, self.layout)
         # Over several devices a list says what is best of all; a mask would take the scores once more.
-        if form == "dense" and not self.layout.axes_of("kv_pages"):
-            return dataclasses.replace(self, selection="mask", unit=0)
-        whole = cache.page_size % BLOCK_ROWS == 0
-        return dataclasses.replace(self, selection="indices", unit=BLOCK_ROWS if form == "blocks" and whole else 0)
-
-    def expected(self, config: ModelConfig, cache: Cache) -> int:
-        """Rows of this device that a query selects, on average over a long context."""
-        parts = self.layout.parts("kv_pages")
-        return -(-min(config.index_topk, cache.capacity * parts) // parts)
+        dense = choose_form(target.chip, tokens, expected, cache.capacity, row) == "dense"
+        selection = "mask" if dense and not self.layout.axes_of("kv_pages") else "indices"
+        return dataclasses.replace(self, selection=selection)
 
     def dispatch_of(self, config: ModelConfig, tokens: int, itemsize: int) -> DispatchForm:
         """How `tokens` tokens of each device reach their experts."""
@@ -131,7 +117,7 @@ class Forms:
         tokens *= self.layout.parts("tokens")
         if self.selection == "mask":
             return Selection.empty(batch, tokens, positions=cache.capacity)
-        return Selection.empty(batch, tokens, k=min(config.index_topk, cache.capacity), unit=self.unit)
+        return Selection.empty(batch, tokens, k=min(config.index_topk, cache.capacity))
 
 
 _FEW_TOKENS = 8  # up to one verified token and seven drafts
@@ -269,7 +255,6 @@ def _attention(
             place.indexer,
             places,
             as_mask=forms.selection == "mask",
-            unit=forms.unit,
             backend=forms.backend,
             layout=layout,
         )

@@ -17,7 +17,7 @@ from glm52_jax.kernels.cache_write.new_rows import KeyMaking
 from glm52_jax.kernels.index_scores.api import index_scores
 from glm52_jax.kernels.index_scores.reference import map_tokens
 from glm52_jax.kernels.index_topk.api import index_topk
-from glm52_jax.kernels.topk.api import last_of_best, topk, topk_mask
+from glm52_jax.kernels.topk.api import closed_up, last_of_best, topk, topk_mask
 from glm52_jax.primitives import Rotary, hadamard, linear
 from glm52_jax.row_formats import RowStack, is_rotated
 from glm52_jax.selection import Selection
@@ -75,7 +75,6 @@ def select(
     places: Places,
     *,
     as_mask: bool,
-    unit: int = 0,
     backend: str,
     layout: Layout = SINGLE,
 ) -> Selection:
@@ -91,7 +90,6 @@ def select(
         indexer: ordinal of the indexer in the stack of index keys.
         places: where the tokens stand.
         as_mask: give the mask form.
-        unit: give the list's units of so many rows too, see `Selection.planned`.
     """
     tokens = layout.axes_of("tokens")
     queries = as_stored(index_queries(weights, config, q_latent, rotary), cache.index_keys)
@@ -127,14 +125,13 @@ def select(
         return index_topk(queries, heads, *stored, seen, k, backend=backend)
 
     indices, found = map_tokens(best, parts, rows)
-    if not alone:
-        score, position = _last_of_best(layout, config, cache, indices, found, backend)
-        place = Deal.of(layout, cache).positions(indices)
-        better = (found > score[..., None]) | ((found == score[..., None]) & (place <= position[..., None]))
-        indices = jnp.where(better, indices, -1)
-    chosen = Selection(indices=indices)
-    # Kernels for TPUs give positions in ascending order, and only they have units.
-    return chosen.planned(unit, ascending=True) if unit else chosen
+    if alone:
+        return Selection(indices=indices)
+    score, position = _last_of_best(layout, config, cache, indices, found, backend)
+    place = Deal.of(layout, cache).positions(indices)
+    better = (found > score[..., None]) | ((found == score[..., None]) & (place <= position[..., None]))
+    # Of most lists little is left, and whoever goes through one should not pay for the rest.
+    return Selection(indices=closed_up(jnp.where(better, indices, -1), backend=backend))
 
 
 def _last_of_best(

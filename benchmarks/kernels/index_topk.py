@@ -16,8 +16,8 @@ from glm52_jax.kernels.index_topk.blocks import cost
 from glm52_jax.kernels.index_topk.reference import index_topk_separate
 from glm52_jax.row_formats import LaneRows, PlainRows, RowFormat, stack_of
 
-HEADS, DIM, PAGE, _MOST_BYTES = 8 << 30
-INDEXERS = 32, 128, 64, 21
+HEADS, DIM, PAGE, INDEXERS = 32, 128, 64, 21
+_MOST_BYTES = 8 << 30
 BF16 = jnp.dtype(jnp.bfloat16)
 FORMATS: dict[str, RowFormat] = {"bf16": PlainRows(DIM, BF16, 128), "fp8": LaneRows(DIM, 0, BF16, DIM)}
 

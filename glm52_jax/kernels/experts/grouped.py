@@ -218,7 +218,8 @@ def _outputs(
         functools.partial(_outputs_kernel, form, scales, sizes, steps),
         name="experts_outputs",
         target=target,
-        cost=blocks.product_cost(hidden.shape[0], count, weight),
+        # Of one window, like the first kernel: how many there are is known when they run.
+        cost=blocks.product_cost(sizes.window * sizes.rows, min(count, sizes.window), weight),
         out_shape=jax.ShapeDtypeStruct((tokens, embed), jnp.float32),
         semantics=("parallel", "arbitrary", "arbitrary"),
         grid_spec=pltpu.PrefetchScalarGridSpec(

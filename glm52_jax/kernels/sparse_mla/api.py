@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from glm52_jax.kernels import form
+from glm52_jax.kernels import Target, form
 from glm52_jax.kernels.sparse_mla.reference import sparse_mla_reference
 from glm52_jax.row_formats import RowStack
 from glm52_jax.selection import Selection
@@ -22,6 +22,7 @@ def sparse_mla(
     scale: float,
     *,
     kv_lora_rank: int,
+    expected: int | None = None,
     backend: str,
 ) -> tuple[jax.Array, jax.Array]:
     """Softmax attention of absorbed queries to exactly the selected rows of the latent cache.
@@ -35,10 +36,14 @@ def sparse_mla(
         selection: what each query attends to, in either form; entries of -1 are skipped, order is free.
         scale: factor of the scores.
         kv_lora_rank: how many values of a row are the latent that is averaged.
+        expected: how many positions a query selects on average, by which a form is chosen where there are several; as
+            many as a list has room for when None.
         backend: see `kernels.resolve_backend`.
 
     Returns:
         out: `[batch, tokens, heads, kv_lora_rank]` in the dtype of `queries`; zeros where nothing is selected.
         lse: float32 `[batch, tokens, heads]`, log of the sum of exponentials, minus infinity where nothing is selected.
     """
-    return form(_FORMS, backend)(queries, latent, layer, page_table, positions, selection, scale, kv_lora_rank)
+    attend = form(_FORMS, backend)
+    hint = {} if Target.of(backend) is None else {"expected": expected}
+    return attend(queries, latent, layer, page_table, positions, selection, scale, kv_lora_rank, **hint)

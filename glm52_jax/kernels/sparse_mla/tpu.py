@@ -29,6 +29,7 @@ def sparse_mla(
     kv_lora_rank: int,
     *,
     target: Target,
+    expected: int | None = None,
     form: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.sparse_mla`.
@@ -46,7 +47,7 @@ def sparse_mla(
         # Formats and page sizes that no cache on a TPU has.
         return sparse_mla_reference(queries, latent, layer, page_table, positions, selection, scale, kv_lora_rank)
     stack, stored = found
-    expected = min(selection.indices.shape[-1], capacity)
+    expected = min(expected or selection.indices.shape[-1], selection.indices.shape[-1], capacity)
     form = form or blocks.choose_form(target.chip, queries.shape[1], expected, capacity, blocks.RowShape.of(stack))
     if form == "dense":
         mask = selection.as_mask(capacity)
@@ -59,7 +60,7 @@ def sparse_mla(
     parts = tuple(Part(a.dtype, a.shape[-1], pack, unit) for a, pack in zip(stack, packs, strict=True))
     tables = _tables(page_table, layer, stack[0].shape[1], page_size // unit)
     return _gathered(
-        queries, stack, stored, parts, tables, positions, selection, scale, kv_lora_rank, page_size, target
+        queries, stack, stored, parts, tables, positions, selection, scale, kv_lora_rank, page_size, expected, target
     )
 
 
@@ -74,13 +75,12 @@ def _gathered(
     scale: float,
     kv_lora_rank: int,
     page_size: int,
+    expected: int,
     target: Target,
 ) -> tuple[jax.Array, jax.Array]:
     """`sparse_mla` by gathering units of rows, with everything padded to what the kernel takes."""
     batch, tokens, heads, width = queries.shape
     unit, count = parts[0].unit, batch * tokens
-    assert selection.indices is not None
-    selected = selection.indices.shape[-1]
     entries = _entries(selection, unit)
     lanes = _INTERPRETED_LANES if target.interpret else LANES
     sizes = blocks.choose(target.chip, unit, len(parts), entries.shape[-1], lanes)
@@ -120,7 +120,7 @@ def _gathered(
         cost=blocks.cost(
             count,
             heads,
-            selected,
+            expected,
             width,
             kv_lora_rank,
             blocks.RowShape.of(stack).row_bytes,

@@ -21,6 +21,7 @@ _PALLAS = "glm52_jax.kernels.topk.tpu"
 _TOPK = {"reference": topk_reference, "tpu": f"{_PALLAS}:topk"}
 _INDICES = {"reference": topk_indices_reference, "tpu": f"{_PALLAS}:topk_indices"}
 _MASK = {"reference": topk_mask_reference, "cpu": topk_mask_bisect, "tpu": f"{_PALLAS}:topk_mask"}
+_CLOSED = {"reference": lambda indices: indices, "tpu": f"{_PALLAS}:closed_up"}
 _LAST = {"reference": last_of_best_reference, "tpu": f"{_PALLAS}:last_of_best"}
 
 
@@ -48,6 +49,19 @@ def topk_indices(scores: jax.Array, k: int, *, backend: str) -> jax.Array:
 def topk_mask(scores: jax.Array, k: int, *, backend: str) -> jax.Array:
     """The same choice as `topk` as a mask, bool `[..., positions]`."""
     return form(_MASK, backend)(scores, k)
+
+
+def closed_up(indices: jax.Array, *, backend: str) -> jax.Array:
+    """Lists without the gaps that -1 leaves, where the backend has kernels that go through them.
+
+    Args:
+        indices: int32 `[..., k]`, numbers below 2 ** 24 in ascending order, or -1, anywhere.
+        backend: see `kernels.resolve_backend`.
+
+    Returns:
+        int32 of the same shape, the numbers first.
+    """
+    return form(_CLOSED, backend)(indices)
 
 
 def last_of_best(scores: jax.Array, positions: jax.Array, k: int, *, backend: str) -> tuple[jax.Array, jax.Array]:

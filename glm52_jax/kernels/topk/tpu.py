@@ -54,6 +54,13 @@ def topk_mask(scores: jax.Array, k: int, *, target: Target) -> jax.Array:
     return is_chosen(scores, positions, last[..., None], position[..., None])
 
 
+def closed_up(indices: jax.Array, *, target: Target) -> jax.Array:
+    """See `api.closed_up`: all of what is there is selected, with the numbers as its scores, which float32 holds."""
+    scores = jnp.where(indices >= 0, indices.astype(jnp.float32), -jnp.inf)
+    place, values = topk(scores, indices.shape[-1], target=target)
+    return jnp.where(place >= 0, values, -1).astype(jnp.int32)
+
+
 def last_of_best(scores: jax.Array, positions: jax.Array, k: int, *, target: Target) -> tuple[jax.Array, jax.Array]:
     """See `api.last_of_best`."""
     return _last(scores, positions, k, target)
