@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
-from glm52_jax.kernels.topk.api import last_of_best, topk, topk_mask
+from glm52_jax.kernels.topk.api import closed_up, last_of_best, topk, topk_mask
 from glm52_jax.kernels.topk.blocks import choose, cost
 from tests.kernels.compiling import compiled
 
@@ -171,3 +171,16 @@ def test_cost_and_sizes() -> None:
                 assert sizes.positions % sizes.chunk == sizes.chunk % (128 * sizes.group) == 0
                 assert not sizes.segment or sizes.chunk_registers % sizes.segment == 0
                 assert dataclasses.replace(sizes, segment=0).candidates == 0
+
+
+def test_lists_with_gaps_are_closed_up() -> None:
+    """Position 0, gaps anywhere, a list of nothing, a full one, and numbers that only just fit."""
+    lists = np.full((4, 40), -1, np.int32)
+    lists[0, [3, 4, 17, 39]] = [0, 2, 7, 2**24 - 1]
+    lists[2] = np.arange(40) * 3
+    lists[3, 38:] = [5, 6]
+    got = np.asarray(closed_up(jnp.asarray(lists), backend="interpret"))
+    for row, found in zip(lists, got, strict=True):
+        there = row[row >= 0]
+        np.testing.assert_array_equal(found, np.pad(there, (0, 40 - len(there)), constant_values=-1))
+    np.testing.assert_array_equal(closed_up(jnp.asarray(lists), backend="reference"), lists)

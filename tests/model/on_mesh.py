@@ -25,7 +25,7 @@ from glm52_jax.placement import param_shardings
 from glm52_jax.row_formats import CacheFormat
 from infer.generation import generate
 from sharding.layout import Layout
-from tests.model.cases import FORMS, all_cases, check, figures
+from tests.model.cases import FORMS, ON_TPUS, all_cases, check, figures
 from tests.model.mesh_paths import MeshWalk
 from tests.model.tiny import random_params, tiny, tiny_case
 
@@ -39,7 +39,7 @@ def walk(
     name: str, case: str, layout: Layout, form: str, size: int, page_size: int = 3, dispatch: DispatchForm | None = None
 ) -> None:
     def run() -> None:
-        found, forms = all_cases()[case], dataclasses.replace(FORMS[form], dispatch=dispatch)
+        found, forms = all_cases()[case], dataclasses.replace((FORMS | ON_TPUS)[form], dispatch=dispatch)
         result = MeshWalk(found, found.spoiled_params(), layout, page_size=page_size).run(size, forms)
         check(found, result.seen)
 
@@ -56,6 +56,8 @@ walk("more-pages-than-devices", "all_full", Layout(1, 2, 4), "absorbed-indices-c
 walk("experts-over-tensor", "released_plan", Layout(1, 2, 4).with_rules(**LONG), "absorbed-indices-cpu", 16)
 walk("rows-to-experts", "released_plan", Layout(1, 4, 2), "absorbed-indices-cpu", 16, 3, DispatchForm("all_to_all"))
 walk("fp8-weights", "fp8", Layout(1, 4, 1), "absorbed-indices-cpu", 16)
+walk("kernels-for-tpus", "released_plan", Layout(1, 2, 2), "absorbed-indices", 16, 4)
+walk("kernels-for-tpus-whole", "released_plan", Layout(1, 2, 4).with_rules(**WHOLE), "absorbed-indices", 16, 8)
 walk("one-prompt-over-all", "released_plan", Layout(1, 2, 4).with_rules(**WHOLE), "absorbed-indices-cpu", 8)
 walk("one-prompt-over-all-expanded", "irregular_plan", Layout(2, 2, 2).with_rules(**WHOLE), "expanded-mask-cpu", 16)
 
@@ -99,8 +101,8 @@ def fp8_blocks() -> None:
         write_checkpoint(folder, config, random_params(plain))
         params = load_params(folder, config, dtype="float32")
     case = tiny_case(config, (25, 18), params=params)
-    found = MeshWalk(case, params, Layout(1, 2, 2), page_size=3).run(7, FORMS["absorbed-indices-cpu"])
-    check(case, found.seen)
+    for forms in (FORMS["absorbed-indices-cpu"], ON_TPUS["absorbed-indices"]):
+        check(case, MeshWalk(case, params, Layout(1, 2, 2), page_size=3).run(7, forms).seen)
 
 
 @named("generation")

@@ -14,6 +14,7 @@ QUICK = (
     "pages-and-heads",
     "pages-and-heads-expanded",
     "all-axes",
+    "kernels-for-tpus",
     "one-prompt-over-all",
     "fp8-cache",
     "ties-over-devices",
@@ -22,6 +23,7 @@ QUICK = (
 )
 SLOW = (
     "pages-and-heads-mask",
+    "kernels-for-tpus-whole",
     "one-token-a-step",
     "more-pages-than-devices",
     "experts-over-tensor",
