@@ -379,7 +379,9 @@ def _floors(asked: Request, program: Any) -> list[Floor]:
             )
     rows = _selected_rows(asked)
     cost = chip.row_copy_ns if asked.row_copy_ns is None else asked.row_copy_ns
-    floors.append(Floor("row copies", rows * cost / 1e9, f"{rows:,.0f} rows of the cache at {cost:.3g} ns"))
+    cores = chip.cores_per_device
+    of = f"{rows:,.0f} rows of the cache at {cost:.3g} ns" + (f" on each of {cores} cores" if cores > 1 else "")
+    floors.append(Floor("row copies", rows * cost / 1e9 / cores, of))
     return floors
 
 

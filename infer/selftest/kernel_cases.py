@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from glm52_jax.config import BUILT_IN, FULL, SPARSE
+from glm52_jax.kernels.router.api import Rule
 from glm52_jax.quant import BlockQuantized, quantize_blocks
 from glm52_jax.row_formats import CACHE_FORMATS, PackedRows, RowStack, encode, parts_of
 from glm52_jax.selection import Selection
@@ -154,14 +155,70 @@ def _masked_attention(tokens: int) -> Callable[[str], Case]:
     return make
 
 
+def _scores(kind: str) -> np.ndarray:
+    scores = _normal(_random(4), 5, 1024)
+    if kind == "tied":
+        scores = np.round(scores * 2) / 2 + np.float32(0)
+    if kind == "causal":  # fewer than `k` in the first rows, and none in the very first
+        scores[np.arange(1024) >= np.array([0, 1, 63, 500, 1024])[:, None]] = -np.inf
+    return scores
+
+
+def _by_position(chosen: Any) -> Any:
+    """Lists in order, with their scores where they have some: the order is free."""
+    lists, *scores = jax.tree.leaves(chosen)
+    order = np.argsort(lists, axis=-1, kind="stable")
+    return [np.take_along_axis(np.asarray(part), order, -1) for part in (lists, *scores)]
+
+
 def _topk(kind: str) -> Callable[[str], Case]:
+    return lambda name: Case(name, {"k": 100}, (_scores(kind),), (_scores(kind),), view=_by_position)
+
+
+def _last_of_best(name: str) -> Case:
+    scores = _scores("tied")
+    positions = _random(4).permuted(np.broadcast_to(np.arange(1024, dtype=np.int32), scores.shape), axis=-1)
+    return Case(name, {"k": 100}, (scores, positions), (scores, positions))
+
+
+def _closed_up(name: str) -> Case:
+    lists = np.where(_random(4).random((5, 256)) < 0.3, np.arange(256, dtype=np.int32) * 5, -1)
+    return Case(name, {}, (lists,), (lists,), view=_by_position)
+
+
+def _index_topk(tokens: int) -> Callable[[str], Case]:
+    """Queries, keys and weights are whole numbers: scores are exact in any order of adding, and many are tied."""
+
     def make(name: str) -> Case:
-        scores = _normal(_random(4), 5, 1024)
-        if kind == "tied":
-            scores = np.round(scores * 2) / 2 + np.float32(0)
-        if kind == "causal":  # fewer than `k` in the first rows, and none in the very first
-            scores[np.arange(1024) >= np.array([0, 1, 63, 500, 1024])[:, None]] = -np.inf
-        return Case(name, {"k": 100}, (scores,), (scores,), view=lambda chosen: np.sort(chosen, -1))
+        generator, heads = _random(tokens), 8
+        table, positions = _table(generator), _last_positions(tokens)
+        keys = _pair(_stack("plain", jnp.bfloat16, "index_keys"), 1, table)
+        keys = [jax.tree.map(jnp.round, stack) for stack in keys]
+        shape = (_BATCH, tokens, heads)
+        queries = _spoil(np.round(_normal(generator, *shape, CONFIG.index_head_dim)), positions < 0, jnp.bfloat16)
+        weights = _spoil(np.round(_normal(generator, *shape)), positions < 0, np.float32)
+        arrays = [(queries[i], weights[i], keys[i], _LAYER, table, positions) for i in range(2)]
+        return Case(name, {"k": 40}, *arrays, view=_by_position)
+
+    return make
+
+
+def _choose_experts(name: str) -> Case:
+    generator, tokens, count = _random(7), 24, 64
+    logits, bias = _normal(generator, tokens, count), 0.1 * _normal(generator, count)
+    logits[3] = 0.5  # ties go to the lower number
+    real = np.arange(tokens) % 5 > 0
+    spoiled = _spoil(logits, ~real, np.float32)
+    rule = Rule(k=8, scale=2.5)
+    return Case(name, {"rule": rule}, *[(logits, bias, real) for logits in spoiled], bound=1e-5)
+
+
+def _block_matmul(rows: int) -> Callable[[str], Case]:
+    def make(name: str) -> Case:
+        generator = _random(rows)
+        weight = _blocks(0.1 * _normal(generator, _LAYERS, 192, 512))  # the last block of rows is cut
+        x = _normal(generator, rows, 512).astype(jnp.bfloat16)
+        return Case(name, {"dtype": jnp.float32}, (x, weight, _LAYER), (x, weight, _LAYER), bound=1e-2)
 
     return make
 
@@ -217,8 +274,12 @@ CASES: dict[str, dict[str, Callable[[str], Case]]] = {
         "1 query": _index_scores(1, "plain"),
         "20 queries, FP8 keys": _index_scores(20, "fp8"),
     },
+    "topk": {kind: _topk(kind) for kind in ("tied", "causal")},
     "topk_indices": {kind: _topk(kind) for kind in ("tied", "causal")},
     "topk_mask": {kind: _topk_mask(kind) for kind in ("tied", "causal")},
+    "last_of_best": {"tied": _last_of_best},
+    "closed_up": {"a third left": _closed_up},
+    "index_topk": {"1 query": _index_topk(1), "20 queries": _index_topk(20)},
     "sparse_mla": {
         "1 query": _sparse_mla(1, "plain", "indices"),
         "4 queries, FP8 latents": _sparse_mla(4, "fp8", "indices"),
@@ -230,6 +291,8 @@ CASES: dict[str, dict[str, Callable[[str], Case]]] = {
         "a run over pages": _write_rows(99, "plain"),
         "FP8, 3 tokens": _write_rows(3, "fp8"),
     },
+    "choose_experts": {"64 experts": _choose_experts},
+    "block_matmul": {"1 row": _block_matmul(1), "100 rows": _block_matmul(100)},
     "routed_experts": {kind: _routed_experts(kind) for kind in ("few experts", "one expert", "FP8")},
 }
 """Makers of the cases of each operation, by its function's name and the case's."""

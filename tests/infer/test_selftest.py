@@ -159,10 +159,22 @@ def test_what_needs_a_failure_is_skipped() -> None:
 def test_every_operation_and_collective_has_its_check() -> None:
     assert {operation.name for operation in operations()} == set(CASES)
     forms = {operation.name: operation.forms for operation in operations()}
-    assert forms["topk_mask"] == ("reference", "cpu")
-    assert forms["topk_indices"] == ("reference",)
+    assert forms["topk_mask"] == ("reference", "cpu", "tpu")
+    assert forms["topk_indices"] == ("reference", "tpu")
     functions = {name for name, f in inspect.getmembers(ours, inspect.isfunction) if f.__module__ == ours.__name__}
     assert functions - {"live"} == set(OPERATIONS)
+
+
+@pytest.mark.parametrize("name", ["index_topk", "closed_up", "last_of_best", "choose_experts", "block_matmul"])
+def test_kernels_for_tpus_pass_the_checks_that_they_will_meet(machine: Machine, name: str) -> None:
+    """On a TPU these checks are the first to run a kernel beside its reference; here it is interpreted."""
+
+    class Interpreted:
+        backend, first = "interpret:v5p", machine.first
+
+    operation = next(one for one in operations() if one.name == name)
+    case, make = list(CASES[name].items())[-1]
+    assert "interpret" in check_kernel(operation, lambda: make(case), Interpreted).figure
 
 
 def test_one_device_has_nobody_to_talk_to(machine: Machine) -> None:
