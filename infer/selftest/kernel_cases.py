@@ -198,7 +198,7 @@ def _index_topk(tokens: int) -> Callable[[str], Case]:
         queries = _spoil(np.round(_normal(generator, *shape, CONFIG.index_head_dim)), positions < 0, jnp.bfloat16)
         weights = _spoil(np.round(_normal(generator, *shape)), positions < 0, np.float32)
         arrays = [(queries[i], weights[i], keys[i], _LAYER, table, positions) for i in range(2)]
-        return Case(name, {"k": 40}, *arrays, view=_by_position)
+        return Case(name, {"k": 40}, arrays[0], arrays[1], view=_by_position)
 
     return make
 
