@@ -14,7 +14,10 @@ import pytest
 
 from glm52_jax import attention, block, cache, indexer, model, moe
 from glm52_jax.block import LayerPlace
+from glm52_jax.kernels.cache_write import new_rows
 from glm52_jax.kernels.index_scores import api as scores_api
+from glm52_jax.kernels.index_topk import reference as index_topk
+from glm52_jax.kernels.router import reference as router
 from glm52_jax.primitives import einsum, rms_norm
 from glm52_jax.selection import Selection
 from tests.model.cases import Case, all_cases
@@ -70,7 +73,7 @@ def test_forced_positions(case: Case, monkeypatch: Patch, forced: str) -> None:
         chosen = place < 2 if forced == "sinks" else place == positions[..., None]
         return jnp.where(chosen & jnp.isfinite(scores), jnp.inf, scores)
 
-    wrap(monkeypatch, indexer, "index_scores", force)
+    wrap(monkeypatch, index_topk, "index_scores", force)
     mentions(fresh_trace(case), "topk")
 
 
@@ -100,13 +103,13 @@ def test_head_weights_without_sign(case: Case, monkeypatch: Patch) -> None:
 
 def test_key_norm_without_bias(case: Case, monkeypatch: Patch) -> None:
     """B05: the bias of the key norm is dropped."""
-    wrap(monkeypatch, indexer, "layer_norm", lambda original, x, scale, bias, eps: original(x, scale, 0 * bias, eps))
+    wrap(monkeypatch, new_rows, "layer_norm", lambda original, x, scale, bias, eps: original(x, scale, 0 * bias, eps))
     mentions(fresh_trace(case), "topk")
 
 
 def test_key_norm_without_mean(case: Case, monkeypatch: Patch) -> None:
     """B05: the key norm is an RMSNorm."""
-    monkeypatch.setattr(indexer, "layer_norm", lambda x, scale, bias, eps: rms_norm(x, scale, eps) + bias)
+    monkeypatch.setattr(new_rows, "layer_norm", lambda x, scale, bias, eps: rms_norm(x, scale, eps) + bias)
     mentions(fresh_trace(case), "topk")
 
 
@@ -124,7 +127,11 @@ def test_raw_latent_into_index_queries(case: Case, monkeypatch: Patch) -> None:
 @pytest.mark.parametrize("name", ["head_weights", "index_keys", "index_queries"])
 def test_scores_in_bfloat16(monkeypatch: Patch, name: str) -> None:
     """B10: something that the scores are made of is rounded to bfloat16; one case is enough to notice."""
-    wrap(monkeypatch, indexer, name, lambda original, *a: rounded(original(*a)))
+    if name == "index_keys":
+        make = new_rows.KeyMaking.__call__
+        monkeypatch.setattr(new_rows.KeyMaking, "__call__", lambda making, values: rounded(make(making, values)))
+    else:
+        wrap(monkeypatch, indexer, name, lambda original, *a: rounded(original(*a)))
     assert any(fresh_trace(all_cases()[case]) for case in ("released_plan", "irregular_plan", "all_full"))
 
 
@@ -226,15 +233,15 @@ def test_bias_of_the_projections_dropped(grouped: Case) -> None:
 
 def test_router_bias_in_bfloat16(case: Case, monkeypatch: Patch) -> None:
     """B09: the correction bias goes through bfloat16, which cannot tell its values apart."""
-    wrap(monkeypatch, moe, "route", lambda original, weight, bias, *rest: original(weight, rounded(bias), *rest))
+    wrap(monkeypatch, moe, "route", lambda original, w, bias, *rest, **kw: original(w, rounded(bias), *rest, **kw))
     mentions(fresh_trace(case), "experts")
 
 
 def test_bias_in_the_mixing_weights(case: Case, monkeypatch: Patch) -> None:
     """B09: the correction bias, meant for the choice only, gets into the gates."""
 
-    def biased(original, weight, bias, config, x, real):
-        experts, _ = original(weight, bias, config, x, real)
+    def biased(original, weight, bias, config, x, real, **options):
+        experts, _ = original(weight, bias, config, x, real, **options)
         scores = jax.nn.sigmoid(einsum("nd,ed->ne", x, weight)) + bias
         gates = jnp.take_along_axis(scores, jnp.maximum(experts, 0), axis=-1)
         return experts, gates / jnp.sum(gates, axis=-1, keepdims=True) * config.routed_scaling_factor
@@ -253,8 +260,8 @@ def test_gate_normalisation_ignored(name: str) -> None:
 def test_scaling_twice(case: Case, monkeypatch: Patch) -> None:
     """B17: the gates are multiplied by the factor twice."""
 
-    def twice(original, weight, bias, config, x, real):
-        experts, gates = original(weight, bias, config, x, real)
+    def twice(original, weight, bias, config, *rest, **options):
+        experts, gates = original(weight, bias, config, *rest, **options)
         return experts, gates * config.routed_scaling_factor
 
     wrap(monkeypatch, moe, "route", twice)
@@ -264,7 +271,7 @@ def test_scaling_twice(case: Case, monkeypatch: Patch) -> None:
 def test_shared_expert_scaled(case: Case, monkeypatch: Patch) -> None:
     """B17: the factor of the routed experts is applied to the shared one too."""
     factor = case.config.routed_scaling_factor
-    wrap(monkeypatch, moe, "sharded_mlp", lambda original, *a: original(*a) * factor)
+    wrap(monkeypatch, moe, "sharded_mlp", lambda original, *a, **kw: original(*a, **kw) * factor)
     mentions(fresh_trace(case), "layer 3 departs first")
 
 
@@ -276,13 +283,13 @@ def test_groups_ignored(grouped: Case) -> None:
 def test_groups_ranked_by_their_best(grouped: Case, monkeypatch: Patch) -> None:
     """A group is ranked by its best expert, not by its best two."""
 
-    def best(ranked, config):
-        groups = ranked.reshape(len(ranked), config.n_group, -1)
-        _, kept = jax.lax.top_k(jnp.max(groups, axis=-1), config.topk_group)
-        mask = jnp.any(kept[:, :, None] == jnp.arange(config.n_group), axis=1)
+    def best(ranked, rule):
+        groups = ranked.reshape(len(ranked), rule.groups, -1)
+        _, kept = jax.lax.top_k(jnp.max(groups, axis=-1), rule.kept_groups)
+        mask = jnp.any(kept[:, :, None] == jnp.arange(rule.groups), axis=1)
         return jnp.where(mask[:, :, None], groups, -jnp.inf).reshape(ranked.shape)
 
-    monkeypatch.setattr(moe, "_within_best_groups", best)
+    monkeypatch.setattr(router, "_within_best_groups", best)
     mentions(fresh_trace(grouped), "experts")
 
 

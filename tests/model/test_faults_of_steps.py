@@ -100,10 +100,10 @@ def test_page_table_ignored(case: Case, monkeypatch: Patch) -> None:
 def test_long_chunks_end_at_a_page(case: Case, monkeypatch: Patch) -> None:
     """B61, B62: a run that crosses more pages than its length suggests is cut short."""
 
-    def write(stack, layer, rows, table, positions):
+    def write(stack, layer, values, table, positions, making):
         first = jnp.min(jnp.where(positions >= 0, positions, 2**30), axis=1, keepdims=True)
         near = positions // stack.shape[2] <= first // stack.shape[2]
-        return real_write(stack, layer, rows, table, jnp.where(near, positions, -1))
+        return real_write(stack, layer, values, table, jnp.where(near, positions, -1), making)
 
     real_write = write_api._FORMS["reference"]
     everywhere(monkeypatch, write_api, write)

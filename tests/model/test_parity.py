@@ -51,7 +51,7 @@ QUICK_PATHS = {
 _HALVES = ("released_plan", "all_full", "fp8"), ("left_padded", "grouped_bias", "irregular_plan")
 QUICK_FORMS = {form: _HALVES[i % 2] for i, form in enumerate(FORMS)}
 QUICK_ON_TPUS = {
-    "absorbed-indices": ("released_plan", "fp8", "irregular_plan"),
+    "absorbed-indices": ("irregular_plan",),
     "absorbed-mask": ("grouped_bias",),
     "expanded-mask": ("all_full",),
 }
@@ -84,7 +84,7 @@ def test_whole_texts_by_the_kernels_for_tpus(case: Case, form: str) -> None:
     check(case, traced(case, ON_TPUS[form]))
 
 
-@each_case("fp8", "left_padded")
+@each_case("fp8")
 def test_steps_by_the_kernels_for_tpus(case: Case) -> None:
     """A prompt in chunks, then a few tokens one by one; pages of 8 rows."""
     walk = Walk(case, case.spoiled_params(), page_size=8)
