@@ -16,6 +16,7 @@ from glm52_jax.primitives import Rotary
 from glm52_jax.row_formats import GroupRows, LaneRows, PlainRows, RowFormat, TensorRows, parts_of, stack_of
 from sharding.chips import CHIPS
 from tests.kernels.compiling import compiled
+from tests.kernels.quickly import quickly
 
 RANK, ROPE = 8, 4
 LATENT: dict[str, RowFormat] = {
@@ -88,7 +89,7 @@ def both(
     assert tokens == values.shape[1]
 
 
-@pytest.mark.parametrize("name", LATENT)
+@pytest.mark.parametrize("name", quickly(LATENT, "plain", "lanes", "groups in lanes", "tensor"))
 @given(
     page_size=st.sampled_from([1, 3, 4, 8, 16]),
     tokens=st.sampled_from([1, 2, 7, 8, 9, 17]),
@@ -96,7 +97,7 @@ def both(
     seed=st.integers(0, 99),
     make=st.sampled_from([None, True, False]),
 )
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 def test_latent_rows(name: str, page_size: int, tokens: int, batch: int, seed: int, make: bool | None) -> None:
     generator = np.random.default_rng(seed)
     positions = chunk(batch, tokens, 40, generator)
@@ -107,7 +108,7 @@ def test_latent_rows(name: str, page_size: int, tokens: int, batch: int, seed: i
     both(LATENT[name], making, jnp.asarray(values, dtype), positions, page_size, generator)
 
 
-@pytest.mark.parametrize("name", KEYS)
+@pytest.mark.parametrize("name", quickly(KEYS, "padded", "fp8_rotated"))
 def test_index_keys(name: str) -> None:
     generator = np.random.default_rng(5)
     for tokens, page_size in ((1, 8), (11, 4)):

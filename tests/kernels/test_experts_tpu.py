@@ -95,12 +95,12 @@ def test_extremes(tokens: int, case: str) -> None:
     ("chip", "kind", "tokens"),
     [
         ("v5p", "fp8", 24),
-        ("v5p", "fp8", 100),
+        pytest.param("v5p", "fp8", 100, marks=pytest.mark.slow),
         ("v6e", "fp8", 100),
         ("tpu7x", "fp8", 24),
         ("v5p", "bf16", 100),
-        ("tpu7x", "bf16", 24),
-        ("v5p", "int8", 24),
+        pytest.param("tpu7x", "bf16", 24, marks=pytest.mark.slow),
+        pytest.param("v5p", "int8", 24, marks=pytest.mark.slow),
     ],
 )
 def test_no_less_exact_than_the_plain_form(chip: str, kind: str, tokens: int) -> None:
@@ -211,6 +211,7 @@ def test_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_allclose(ours, plain, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_gradients_past_codes() -> None:
     """Codes have no gradient, and rows and gates that of the weights that they stand for."""
     (gate_up, plain_gate_up), (down, plain_down) = (quantised(w, (128, 128)) for w in stacks(24, 40))

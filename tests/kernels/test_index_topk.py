@@ -18,6 +18,7 @@ from glm52_jax.kernels.topk.api import topk
 from glm52_jax.row_formats import GroupRows, LaneRows, PlainRows, RowFormat, encode, parts_of, stack_of
 from sharding.chips import CHIPS
 from tests.kernels.compiling import compiled
+from tests.kernels.quickly import quickly
 
 DIM, HEADS = 10, 3
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
@@ -65,12 +66,16 @@ interpreted = functools.partial(index_topk, backend="interpret")
 
 @pytest.mark.parametrize(
     ("name", "tokens", "page", "lengths"),
-    [
+    quickly(
+        [
+            ("float32", 1, 16, [37, 0, 160]),
+            ("bf16 lanes", 6, 3, [5, 30]),
+            ("fp8", 2, 64, [100]),
+            ("fp8 lanes", 1, 1, [99, 7]),
+        ],
         ("float32", 1, 16, [37, 0, 160]),
         ("bf16 lanes", 6, 3, [5, 30]),
-        ("fp8", 2, 64, [100]),
-        ("fp8 lanes", 1, 1, [99, 7]),
-    ],
+    ),
 )
 def test_equals_one_after_the_other(name: str, tokens: int, page: int, lengths: list[int]) -> None:
     """Formats, tokens that do not fill a register, sequences that are empty or shorter than the selection."""
@@ -86,6 +91,7 @@ def test_several_blocks() -> None:
     check(setting(FORMATS["bf16 lanes"], [9600, 0, 4096, 4097, 100], 2, page, pages), k, run)
 
 
+@pytest.mark.slow
 def test_many_tokens_are_selected_for_by_two_kernels() -> None:
     check(setting(FORMATS["bf16 lanes"], [40], 9, 16, 3), 7, interpreted)
 

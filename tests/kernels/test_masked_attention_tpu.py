@@ -65,6 +65,7 @@ def test_equals_the_reference(dtype: str, atol: float) -> None:
     same(jax.jit(lambda *a: run(*a, SCALE)[0])(queries, keys, values, mask), operands, atol)
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None)
 @given(st.data())
 def test_odd_shapes(data: st.DataObject) -> None:
@@ -107,6 +108,7 @@ def test_gradient(dtype: str) -> None:
         np.testing.assert_allclose(np.asarray(mine, np.float32), np.asarray(theirs, np.float32), atol=atol)
 
 
+@pytest.mark.slow
 def test_gradient_in_blocks() -> None:
     """Several tiles and blocks, some of them skipped."""
     queries, keys, values, _, mask = setting(1, 20, 30, 2)

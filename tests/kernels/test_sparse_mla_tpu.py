@@ -19,6 +19,7 @@ from glm52_jax.row_formats import GroupRows, LaneRows, PlainRows, RowFormat, Ten
 from glm52_jax.selection import Selection, plan_units, single_units
 from sharding.chips import CHIPS
 from tests.kernels.compiling import compiled
+from tests.kernels.quickly import quickly
 
 RANK, ROPE, SCALE = 6, 4, 0.3
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
@@ -76,7 +77,12 @@ def both(arguments: list, form: str | None, backend: str = "interpret:v5p") -> t
 
 
 @pytest.mark.parametrize(
-    ("name", "form"), [*((name, "rows") for name in FORMATS), ("bf16", "blocks"), ("fp8 float32", "blocks")]
+    ("name", "form"),
+    quickly(
+        [*((name, "rows") for name in FORMATS), ("bf16", "blocks"), ("fp8 float32", "blocks")],
+        *((name, "rows") for name in list(FORMATS)[::2]),
+        ("bf16", "blocks"),
+    ),
 )
 def test_formats(name: str, form: str) -> None:
     both(setting(name, 2, 3, 3, 8, 5, 21), form)
@@ -101,6 +107,7 @@ def test_shapes(
     both(setting(name, batch, tokens, heads, page, pages, k, seed), form)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "planned"), [("rows", 2), ("blocks", 8), ("rows", 8)])
 def test_lists_of_units_made_before(form: str, planned: int) -> None:
     """Those of another size than the form's are left aside."""

@@ -14,7 +14,6 @@ QUICK = (
     "pages-and-heads",
     "pages-and-heads-expanded",
     "all-axes",
-    "kernels-for-tpus",
     "one-prompt-over-all",
     "fp8-cache",
     "ties-over-devices",
@@ -23,6 +22,7 @@ QUICK = (
 )
 SLOW = (
     "pages-and-heads-mask",
+    "kernels-for-tpus",
     "kernels-for-tpus-whole",
     "one-token-a-step",
     "more-pages-than-devices",
