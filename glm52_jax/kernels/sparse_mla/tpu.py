@@ -123,7 +123,7 @@ def _gathered(
             expected,
             width,
             kv_lora_rank,
-            blocks.RowShape.of(stack).row_bytes,
+            unit * blocks.RowShape.of(stack).row_bytes,  # neighbours come along
             queries.dtype.itemsize,
         ),
     )
