@@ -23,7 +23,7 @@ class Figures:
         compile_s: of lowering and compiling, on this machine.
         temporaries: bytes of HBM in which the function works.
         copied: bytes of the largest copy in the program; `copies`: all of 1 MiB and more, in words.
-        layer: bytes of one layer of the smallest stack among the arguments, of a cache or of weights; 0 without one.
+        copied_layer: bytes of the largest copy of half a layer and more of a stack, of a cache or of weights.
         fits: whether the arguments and temporaries have room on one device.
         vmem: bytes of vector memory.
         floors: by `BYTES`, `FLOPS`, `COPIES`.
@@ -50,7 +50,7 @@ class Figures:
     temporaries: int = 0
     copied: int = 0
     copies: tuple[str, ...] = ()
-    layer: int = 0
+    copied_layer: int = 0
     fits: bool = True
     vmem: int = 0
     floors: Mapping[str, float] = dataclasses.field(default_factory=dict)

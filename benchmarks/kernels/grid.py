@@ -20,8 +20,8 @@ def fault(one: Figures) -> str:
         return ""
     if one.refusal:
         return f"does not compile: {one.refusal}"
-    if one.layer and one.copied >= one.layer // 2:
-        return f"copies {one.copied / MIB:.0f} MiB: {one.copies[0]}"
+    if one.copied_layer:
+        return f"copies {one.copied_layer / MIB:.0f} MiB of a stack"
     return ""
 
 

@@ -60,7 +60,7 @@ def _build(tokens: int, heads: int, form: str, chip: str) -> Built:
         def loss(q: Any, k: Any, v: Any, positions: Any, mask: Any) -> Any:
             return jnp.sum(run(q, k, v, positions, mask).astype(jnp.float32) ** 2)
 
-        run = jax.grad(loss, argnums=(0, 1, 2))
+        return Built(jax.grad(loss, (0, 1, 2)), (x, x, x, positions, mask), scalars=_scalars(chip, tokens, heads))
     return Built(run, (x, x, x, positions, mask), scalars=_scalars(chip, tokens, heads))
 
 

@@ -17,7 +17,7 @@ from sharding import chips
 from sharding.compiled import CompiledStep
 
 MIB = 2**20
-_STACK = 64 * MIB
+_LAYER = 16 * MIB  # of a stack that is meant
 _REFUSALS = (jax.errors.JaxRuntimeError, jax.errors.JAXTypeError, NotImplementedError, ValueError, TypeError)
 
 
@@ -89,20 +89,32 @@ def _of_step(case: Case, chip: str, step: CompiledStep, seconds: float) -> Figur
         temporaries=step.memory.temporaries,
         copied=max((copy.bytes for copy in copies), default=0),
         copies=tuple(f"{copy.kind} {copy.shape} {copy.bytes / MIB:.0f} MiB {copy.op_name}".strip() for copy in copies),
-        layer=_layer_bytes(step),
+        copied_layer=_copied_layer(step),
         floors=floors(case, chip),
     )
 
 
-def _layer_bytes(step: CompiledStep) -> int:
-    """Bytes of a layer of the smallest stack: stacks are the large arguments of four dimensions and more."""
-    stacks = [
-        (one.bytes, int(dimensions[0]))
-        for one in step.arguments
-        if len(dimensions := re.findall(r"\d+", one.shape.partition("[")[2].partition("]")[0])) >= 4
-        and one.bytes >= _STACK
-    ]
-    return min((size // layers for size, layers in stacks if layers > 1), default=0)
+def _copied_layer(step: CompiledStep) -> int:
+    """Bytes of the largest copy of half a layer and more of a stack: a large argument of four dimensions and more.
+
+    It has the rows of that stack; values as large have others.
+    """
+    stacks = [(one.bytes // shape[0], shape[-2:]) for one in step.arguments if len(shape := _shape(one.shape)) >= 4]
+    stacks = [(size, rows) for size, rows in stacks if size >= _LAYER]
+    return max(
+        (
+            copy.bytes
+            for copy in step.program.copies
+            for size, rows in stacks
+            if copy.executed and copy.bytes >= size // 2 and _shape(copy.shape)[-2:] == rows
+        ),
+        default=0,
+    )
+
+
+def _shape(text: str) -> list[int]:
+    """Dimensions of an array as HLO has it: `bf16[8,128]`."""
+    return [int(size) for size in re.findall(r"\d+", text.partition("[")[2].partition("]")[0])]
 
 
 def _with_estimate(case: Case, basis: Figures, made: Estimate) -> Figures:

@@ -80,12 +80,11 @@ def test_a_sweep_names_the_fastest_blocks():
 
 
 def test_the_grid_fails_for_refusals_and_large_copies_of_ours():
-    copied = dataclasses.replace(MADE, copied=3 << 20, copies=("copy bf16[9] 3 MiB",), layer=5 << 20)
+    copied = dataclasses.replace(MADE, copied=3 << 20, copies=("copy bf16[9] 3 MiB",), copied_layer=3 << 20)
     refused = dataclasses.replace(MADE, chip="v6e", refusal="no")
     assert grid.fault(MADE) == ""
-    assert grid.fault(dataclasses.replace(copied, layer=7 << 20)) == ""
-    assert grid.fault(dataclasses.replace(copied, layer=0)) == ""
-    assert grid.fault(copied) == "copies 3 MiB: copy bf16[9] 3 MiB"
+    assert grid.fault(dataclasses.replace(copied, copied_layer=0)) == ""
+    assert grid.fault(copied) == "copies 3 MiB of a stack"
     assert grid.fault(refused) == "does not compile: no"
     assert grid.fault(dataclasses.replace(refused, form="xla")) == ""
     assert grid.fault(dataclasses.replace(refused, fits=False)) == ""
