@@ -99,7 +99,11 @@ def _copied_layer(step: CompiledStep) -> int:
 
     It has the rows of that stack; values as large have others.
     """
-    stacks = [(one.bytes // shape[0], shape[-2:]) for one in step.arguments if len(shape := _shape(one.shape)) >= 4]
+    stacks = [
+        (one.bytes // shape[0], shape[-2:])
+        for one in step.arguments
+        if len(shape := _shape(one.shape)) >= 4 and shape[0] > 1
+    ]
     stacks = [(size, rows) for size, rows in stacks if size >= _LAYER]
     return max(
         (
