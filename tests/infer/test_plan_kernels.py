@@ -61,9 +61,8 @@ def test_kernels_run_and_copy_nothing(topology: str, layout: str, step: str, opt
     for kernel in named.values():
         assert kernel["hbm_bytes"] > 0, kernel
         assert kernel["flops"] > 0, kernel
-    # One layer of latent rows; codes of all kinds of weights are larger.
-    layer = plan.account.latent / len(KINDS)
-    assert plan.memory["temporaries"] < max(layer, 300 * 2**20), plan.temporaries
+    # Scores of a part of a chunk are the largest of them.
+    assert plan.memory["temporaries"] < (2**30 if step == "prefill" else 2**27), plan.temporaries
     caches = [w for w in plan.warnings if re.search(rf"^(copy|transpose).*\[{len(KINDS)},\d+,{PAGE_SIZE},", w)]
     assert not caches, caches
 
