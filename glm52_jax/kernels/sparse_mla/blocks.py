@@ -86,6 +86,10 @@ a row, and one more where they are float8."""
 _DENSE_SHARE = 0.8
 """Of the peak rate that products with all of the context reach."""
 
+_DECODE_CYCLES = {1: 2.5, 2: 2.9}
+"""Of a core, to read a row of float8 densely and widen it, by its parts; the queries of a sequence share it. From the
+schedules of one query at 32K: 2.8 and 3.1 on a v5p, 2.3 and 2.8 on a v6e."""
+
 _HEADS, _WIDTHS = 64, 640 + 512
 """Of the model, for which the forms are compared: multiply-adds of a head with a row."""
 
@@ -103,9 +107,10 @@ def times(
         issued = units * (row.parts * _COPY_CYCLES[form] + rows * work) * cycle
         return max(issued, units * rows * row.row_bytes / chip.hbm_bytes_per_s)
 
+    decoded = capacity * _DECODE_CYCLES[row.parts] * cycle if row.pack == 4 else 0.0
     products = 2 * _HEADS * _WIDTHS * capacity / (chip.peak("bf16") * _DENSE_SHARE)
     return {
-        "dense": max(products, capacity * row.row_bytes / chip.hbm_bytes_per_s / tokens),
+        "dense": max(products, capacity * row.row_bytes / chip.hbm_bytes_per_s / tokens, decoded / tokens),
         "blocks": gather("blocks", touched, BLOCK_ROWS),
         "rows": gather("rows", expected, row.pack),
     }
@@ -118,8 +123,8 @@ def choose_form(
 
     Gathering takes a time that grows with the selected rows alone: that of issuing their copies and of the work on what
     they bring, or of the bytes. Reading densely takes one that grows with the context: that of its products for each
-    query, or of its bytes, which all queries of a sequence share. Blocks are worth it only where selected rows are
-    neighbours.
+    query, or of its bytes and their decoding, which all queries of a sequence share. Blocks are worth it only where
+    selected rows are neighbours.
 
     Args:
         tokens: queries of a sequence, which attend together.
@@ -128,7 +133,9 @@ def choose_form(
         per_block: selected rows of a block that has any, where that is known; else rows are taken to be spread evenly.
     """
     found = times(chip, tokens, expected, capacity, row, per_block)
-    return min(FORMS, key=found.__getitem__)
+    # Blocks have to be found in a list first, by a sort that the times leave out.
+    forms = FORMS if per_block is not None else ("dense", "rows")
+    return min(forms, key=found.__getitem__)
 
 
 def cost(
