@@ -16,7 +16,8 @@ from rich.table import Table
 
 from glm52_jax.config import FULL, load_config
 from glm52_jax.lengths import short_length
-from infer.plan.plan import Plan, request
+from infer.plan.plan import Plan
+from infer.plan.request import request
 from infer.plan.stored import planned
 
 BATCHES, CONTEXTS = (1, 64, 256), (32 * 1024, 128 * 1024, 1024 * 1024)

@@ -15,7 +15,8 @@ from glm52_jax.errors import InputError
 from glm52_jax.lengths import LENGTH
 
 if TYPE_CHECKING:
-    from infer.plan.plan import Plan, Request
+    from infer.plan.plan import Plan
+    from infer.plan.request import Request
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -28,9 +29,13 @@ if TYPE_CHECKING:
     help="throughput, latency, long_context, sizes such as expert=16,tensor=4, or a TOML file; several for --sweep.",
 )
 @click.option("--step", type=click.Choice(["decode", "verify", "prefill"]), default="decode", show_default=True)
-@click.option("--batch", type=click.IntRange(1), default=64, show_default=True, help="Sequences.")
+@click.option("--batch", type=click.IntRange(1, 2**31 - 1), default=64, show_default=True, help="Sequences.")
 @click.option("--context", type=LENGTH, default="128k", show_default=True, help="Positions of each sequence.")
-@click.option("--chunk", type=LENGTH, default="4k", show_default=True, help="Tokens of a sequence in a prefill step.")
+@click.option(
+    "--chunk",
+    type=LENGTH,
+    help="Tokens of a sequence in a prefill step.  [default: 4k, or the context if that is less]",
+)
 @click.option("--draft-tokens", type=click.IntRange(1, 7), default=3, show_default=True, help="Of a verify step.")
 @click.option("--kv", type=click.Choice(["plain", "fp8", "fp8-tensor"]), default="plain", show_default=True)
 @click.option("--kernels", help="Backend of the kernels.  [default: the best for TPUs]")
@@ -49,7 +54,7 @@ def plan(
     step: str,
     batch: int,
     context: int,
-    chunk: int,
+    chunk: int | None,
     draft_tokens: int,
     kv: str,
     kernels: str | None,
@@ -71,7 +76,7 @@ def plan(
     options: dict[str, Any] = {"kv": kv, "kernels": kernels, "row_copy_ns": row_copy_ns, "halves": halves}
     options |= {"chunk": chunk} if step == "prefill" else {}
     options |= {"draft_tokens": draft_tokens} if step == "verify" else {}
-    from infer.plan.plan import request
+    from infer.plan.request import request
 
     slices, layouts = (topology.split(","), _layouts(layout)) if sweep else ([topology], [layout])
     asked = [

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from infer.plan.plan import Plan, Request, accounted
+from infer.plan.plan import Plan
+from infer.plan.request import Request, accounted
 
 COMPILATIONS = 3
 _MARGIN = 0.98  # of the limit that the first guess fills
@@ -39,7 +40,7 @@ def largest_batch(asked: Request, make: Callable[[Request], Plan]) -> Fit:
         make: compiles a request.
     """
     unit = asked.layout.parts("batch")
-    return _largest(asked, unit, 10**6, lambda units: dataclasses.replace(asked, batch=units * unit), make)
+    return _largest(asked, unit, 10**6, lambda units: asked.sized(batch=units * unit), make)
 
 
 def largest_context(asked: Request, make: Callable[[Request], Plan]) -> Fit:

@@ -7,86 +7,17 @@ time. None of them is a prediction.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from typing import Any
 
-import jax
-
 from glm52_jax.config import FULL, SPARSE, ModelConfig
-from glm52_jax.errors import InputError
 from glm52_jax.params import abstract_params
-from glm52_jax.row_formats import CACHE_FORMATS, CacheFormat
-from infer.plan.account import Account, account, parameter_bytes
-from infer.steps import StepProvider
+from infer.plan.account import Account
+from infer.plan.request import Request, accounted, described, request
 from sharding.layout import Layout
-from sharding.presets import PRESETS, read_layouts
-from sharding.topology import Topology
 
-STEPS = ("decode", "verify", "prefill")
 LARGE = 64 * 10**6
 """Bytes from which on a copy or an array that every device has is worth a warning."""
-ROOM = 0.9
-"""Part of the HBM that a preset's account may take, so that temporaries find room."""
 LARGEST_TEMPORARIES = 5
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """What is to be planned.
-
-    Attributes:
-        config: of the model.
-        topology: the slice.
-        layout: of its devices.
-        step: "decode", "verify" (drafts and their verification) or "prefill".
-        batch: sequences of the step.
-        context: positions that each has room for.
-        chunk: tokens of each sequence in a prefill step.
-        draft_tokens: drafts a verify step.
-        kv: "plain", "fp8" or "fp8-tensor", see `row_formats.CACHE_FORMATS`.
-        kernels: backend of the kernels; the best for TPUs when None.
-        row_copy_ns: cost of issuing the copy of one row of the cache; the chip's stated one when None.
-        halves: exchange rows with experts in two halves; the collectives then say whether they overlap.
-    """
-
-    config: ModelConfig
-    topology: Topology
-    layout: Layout
-    step: str = "decode"
-    batch: int = 1
-    context: int = 128 * 1024
-    chunk: int = 4096
-    draft_tokens: int = 0
-    kv: str = "plain"
-    kernels: str | None = None
-    row_copy_ns: float | None = None
-    halves: bool = False
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that the step takes in, over all sequences; a verify step may keep as few as one of each."""
-        return self.batch * (self.chunk if self.step == "prefill" else 1)
-
-    def provider(self, mesh: Any) -> StepProvider:
-        """The provider of the step, as generation would build it."""
-        params = abstract_params(self.config)
-        return StepProvider.of(
-            params,
-            self.config,
-            batch=self.batch,
-            capacity=self.context - self.draft_tokens,
-            chunk=self.chunk if self.step == "prefill" else self.layout.parts("tokens"),
-            draft_tokens=self.draft_tokens,
-            backend=self.kernels,
-            cache_format=cache_format(self.kv),
-            layout=self.layout,
-            mesh=mesh,
-            halves=self.halves,
-        )
-
-    def key(self) -> str:
-        """A text that is the same for equal requests."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,104 +81,6 @@ class Plan:
         fields = {f.name for f in dataclasses.fields(cls)}
         raw = {name: value for name, value in raw.items() if name in fields}
         return cls(**raw | {"account": Account(**raw["account"]), "floors": [Floor(**f) for f in raw["floors"]]})
-
-
-def cache_format(kv: str) -> CacheFormat:
-    """The cache's format by its name on the command line.
-
-    Raises:
-        InputError: no such name.
-    """
-    if kv not in CACHE_FORMATS:
-        raise InputError(f"kv is {kv!r}, expected {' or '.join(CACHE_FORMATS)}")
-    return CACHE_FORMATS[kv]
-
-
-def request(
-    config: ModelConfig,
-    topology: str | Topology,
-    layout: str | Layout = "throughput",
-    step: str = "decode",
-    *,
-    batch: int = 1,
-    context: int = 128 * 1024,
-    **options: Any,
-) -> Request:
-    """What is asked for, checked: nonsense is refused here, before the compiler is loaded.
-
-    Args:
-        topology: for instance "v5p:4x4x4", or "2xv6e:16x16" for two slices.
-        layout: a preset, sizes such as "expert=16,tensor=4", a TOML file, or a `Layout`. Of a preset the first that
-            divides the model and fits by the account is taken.
-        options: `chunk`, `draft_tokens`, `kv`, `kernels`, `row_copy_ns`, `halves`.
-
-    Raises:
-        InputError: an unknown slice, layout, step or format; sizes that do not divide; a context past the model's.
-    """
-    topology = Topology.parse(topology) if isinstance(topology, str) else topology
-    if step not in STEPS:
-        raise InputError(f"step is {step!r}, expected {', '.join(STEPS)}")
-    if not 1 <= context <= config.max_position_embeddings:
-        raise InputError(
-            f"context is {context}, expected 1 to {config.max_position_embeddings}, the model's max_position_embeddings"
-        )
-    if batch < 1:
-        raise InputError(f"batch is {batch}, expected at least 1")
-    if step == "verify":
-        options.setdefault("draft_tokens", 3)
-    cache_format(options.get("kv", "plain"))
-    if isinstance(layout, Layout):
-        candidates: tuple[Layout, ...] = (layout,)
-    else:
-        candidates = read_layouts(layout, topology.device_count, topology.slices, experts=config.n_routed_experts)
-    asked = [Request(config, topology, one, step, batch, context, **options) for one in candidates]
-    return _first_that_fits(asked, preset=isinstance(layout, str) and layout in PRESETS)
-
-
-def _first_that_fits(asked: list[Request], *, preset: bool) -> Request:
-    """The first request whose layout divides the model and the batch, and, of a preset, whose account fits."""
-    refusals, divided = [], []
-    for one in asked:
-        one.topology.check(one.layout)
-        # A batch that the devices do not divide is filled up with rows of padding, as generation does.
-        parts = one.layout.parts("batch")
-        filled = dataclasses.replace(one, batch=-(-one.batch // parts) * parts)
-        try:
-            parameter_bytes(one.config, one.layout)
-        except InputError as error:
-            refusals.append(error)
-            continue
-        divided.append(filled)
-        if not preset or accounted(filled).total <= ROOM * one.topology.chip.hbm_bytes:
-            return filled
-    if not divided:
-        raise refusals[0]
-    return min(divided, key=lambda one: accounted(one).total)
-
-
-def accounted(asked: Request) -> Account:
-    """The analytic account of a request."""
-    provider = dataclasses.replace(asked.provider(None), layout=asked.layout) if asked.layout.devices == 1 else None
-    state = jax.eval_shape((provider or _planned(asked)).own_state)
-    return account(asked.config, asked.layout, state)
-
-
-def _planned(asked: Request) -> StepProvider:
-    return asked.provider(_Abstract())
-
-
-class _Device:
-    platform = "tpu"
-
-
-class _Abstract:
-    """Stands for a mesh where only the platform is asked for."""
-
-    @property
-    def devices(self) -> Any:
-        import numpy as np
-
-        return np.array([_Device()], object)
 
 
 def compile_plan(asked: Request) -> Plan:
@@ -324,29 +157,6 @@ def analytic_plan(asked: Request, why: str) -> Plan:
     )
 
 
-def described(asked: Request) -> dict[str, Any]:
-    """A request by words and numbers."""
-    layout = asked.layout
-    return {
-        "topology": asked.topology.name,
-        "chips": asked.topology.chips_per_slice * asked.topology.slices,
-        "devices": layout.devices,
-        "layout": layout.name,
-        "data": layout.data,
-        "expert": layout.expert,
-        "tensor": layout.tensor,
-        "step": asked.step,
-        "batch": asked.batch,
-        "context": asked.context,
-        "chunk": asked.chunk if asked.step == "prefill" else None,
-        "draft_tokens": asked.draft_tokens,
-        "kv": asked.kv,
-        "halves": asked.halves,
-        "weights": asked.config.quantization.method if asked.config.quantization else asked.config.dtype,
-        "full_layers": sum(kind == FULL for kind in asked.config.indexer_types),
-    }
-
-
 def shares(config: ModelConfig) -> dict[str, tuple[float, float]]:
     """How often each branch of the two conditionals of a layer is taken (`lax.cond`: False first)."""
     layers = config.num_hidden_layers
@@ -378,7 +188,7 @@ def _floors(asked: Request, program: Any) -> list[Floor]:
                 Floor(network.upper(), sent[network] / rate, f"{sent[network] / 1e9:.3g} GB at {rate / 1e9:.3g} GB/s")
             )
     rows = _selected_rows(asked)
-    cost = chip.row_copy_ns if asked.row_copy_ns is None else asked.row_copy_ns
+    cost = asked.row_copy_cost
     cores = chip.cores_per_device
     of = f"{rows:,.0f} rows of the cache at {cost:.3g} ns" + (f" on each of {cores} cores" if cores > 1 else "")
     floors.append(Floor("row copies", rows * cost / 1e9 / cores, of))
@@ -388,7 +198,9 @@ def _floors(asked: Request, program: Any) -> list[Floor]:
 def _selected_rows(asked: Request) -> float:
     """Rows of latents that a device's queries select in a step, when selections are even over the devices."""
     config, layout = asked.config, asked.layout
-    queries = asked.tokens * (asked.draft_tokens + 1 if asked.step == "verify" else 1) / layout.parts("batch")
+    each = {"prefill": asked.chunk / layout.parts("tokens"), "verify": asked.draft_tokens + 1}.get(asked.step, 1)
+    # Of the devices that have the most sequences: rows of padding are on others.
+    queries = asked.batch // layout.parts("batch") * each
     chosen = min(config.index_topk, asked.context)
     return config.num_hidden_layers * queries * chosen / layout.parts("kv_pages")
 

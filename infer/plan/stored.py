@@ -9,7 +9,8 @@ import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from infer.plan.plan import Plan, Request, analytic_plan, compile_plan
+from infer.plan.plan import Plan, analytic_plan, compile_plan
+from infer.plan.request import Request
 
 NO_COMPILER = "libtpu is not installed (pip install 'glm52-jax[plan]')"
 

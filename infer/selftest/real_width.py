@@ -230,7 +230,8 @@ def _plan(machine: Machine, bench: Bench) -> Any:
     topology, size = machine.topology, bench.size
     if topology is None or size.layout is not machine.layout:
         return None
-    from infer.plan.plan import Request, compile_plan
+    from infer.plan.plan import compile_plan
+    from infer.plan.request import Request
 
     return compile_plan(Request(size.config, topology, size.layout, "decode", size.batch, size.context))
 

@@ -15,7 +15,9 @@ from glm52_jax.errors import InputError
 from infer.plan import stored
 from infer.plan.command import _layouts, plan
 from infer.plan.fit import largest_batch, largest_context
-from infer.plan.plan import Plan, Request, accounted, analytic_plan, compile_plan, described, request
+from infer.plan.plan import Plan, analytic_plan, compile_plan
+from infer.plan.plan import plan as planned_from_python
+from infer.plan.request import Request, accounted, described, request
 from tests.model.tiny import tiny
 
 needs_libtpu = pytest.mark.skipif(
@@ -67,6 +69,58 @@ def test_nonsense_is_refused_at_once(options: list[str], sentence: str) -> None:
     assert isinstance(result.exception, InputError), result.output
     assert any(part in str(result.exception) for part in sentence.split("|")), str(result.exception)
     assert "\n" not in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"batch": 0}, "batch is 0, expected a whole number from 1 to 2147483647"),
+        ({"batch": -3}, "batch is -3"),
+        ({"batch": 2.0}, "batch is 2.0, expected a whole number"),
+        ({"batch": True}, "batch is True"),
+        ({"batch": 10**12}, "batch is 1000000000000"),
+        ({"context": 0}, "context is 0"),
+        ({"context": "128k"}, "context is '128k'"),
+        ({"context": 2**21}, "expected 1 to 1048576, the model's max_position_embeddings"),
+        ({"step": "train"}, "step is 'train', expected decode, verify, prefill"),
+        ({"step": "prefill", "chunk": 0}, "chunk is 0"),
+        ({"step": "prefill", "chunk": 2048, "context": 1024}, "chunk is 2048, expected at most the context, 1024"),
+        ({"step": "verify", "draft_tokens": 0}, "draft_tokens is 0, expected a whole number from 1 to 7"),
+        ({"step": "verify", "draft_tokens": 8}, "draft_tokens is 8"),
+        ({"step": "verify", "context": 3}, "context is 3, expected more than the 3 draft tokens"),
+        ({"kv": "int4"}, "kv is 'int4', expected plain or fp8 or fp8-tensor"),
+        ({"kv": ["fp8"]}, "kv is ['fp8']"),
+        ({"kernels": "cuda"}, "kernels: 'cuda' is not one of reference, cpu, tpu"),
+        ({"kernels": "interpret"}, "kernels: 'interpret' is not one of"),
+        ({"halves": 1}, "halves is 1, expected True or False"),
+        ({"layout": None}, "topology and layout are"),
+        *(
+            ({"row_copy_ns": cost}, f"row_copy_ns is {cost!r}, expected a positive, finite number")
+            for cost in (float("nan"), float("inf"), float("-inf"), -3.0, 0, "4", True)
+        ),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("compiler", [True, False], ids=["libtpu", "bare"])
+def test_every_argument_is_checked_with_and_without_libtpu(
+    options: dict[str, Any], sentence: str, compiler: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(asked: Request, *_: Any) -> Plan:
+        raise AssertionError("planned")
+
+    monkeypatch.setattr(stored, "_version", lambda name: "1" if compiler or name != "libtpu" else None)
+    monkeypatch.setattr(stored, "compile_plan", never)
+    monkeypatch.setattr(stored, "analytic_plan", never)
+    with pytest.raises(InputError) as error:
+        planned_from_python(load_config("glm-5.2-fp8"), "v5p:4x4x4", **{"context": 32 * 1024} | options)
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_chunk_that_is_not_given_is_no_longer_than_the_context() -> None:
+    config = load_config("glm-5.2-fp8")
+    chunks = [request(config, "v5p:4x4x4", step="prefill", context=context).chunk for context in (960, 131072)]
+    assert chunks == [960, 4096]
 
 
 def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:

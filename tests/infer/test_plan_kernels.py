@@ -8,7 +8,8 @@ import pytest
 
 from glm52_jax.cache import PAGE_SIZE
 from glm52_jax.config import DENSE, FULL, SHARED, SPARSE, ModelConfig, load_config
-from infer.plan.plan import Plan, compile_plan, request
+from infer.plan.plan import Plan, compile_plan
+from infer.plan.request import request
 
 pytestmark = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
 KINDS = (FULL, SHARED, FULL, SHARED)
