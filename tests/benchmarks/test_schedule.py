@@ -15,6 +15,7 @@ from benchmarks.schedule.machine import VECTOR_TO_SCALAR, Machine, tiled_words
 from benchmarks.schedule.scalar import Translator
 from benchmarks.schedule.units import issue, results_per_matmul
 from sharding.chips import CHIPS
+from tests import needs
 
 # Reads how many blocks there are, then copies them one by one.
 COPY = """
@@ -226,7 +227,7 @@ for chip in ("v5e", "v6e"):
 
 
 def test_a_kernel_from_its_source_to_its_trips(tmp_path):
-    pytest.importorskip("libtpu", reason="libtpu, the TPU compiler, is not installed")
+    needs.package("libtpu")
     ended = subprocess.run([sys.executable, "-c", _END_TO_END, tmp_path], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-2000:]
     found = [json.loads(line) for line in ended.stdout.splitlines()]

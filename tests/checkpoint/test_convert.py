@@ -285,7 +285,6 @@ def python(script: str, *arguments: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_orbax_restores_it_on_any_number_of_devices(tmp_path: Path, fp8_folder: Folder, converted: dict[str, Path]):
-    pytest.importorskip("orbax.checkpoint")
     shutil.copytree(converted["fp8"], tmp_path / "c")
     result = python(ORBAX, tmp_path / "c", fp8_folder.path)
     assert result.stdout == "equal\n", result.stderr
@@ -294,7 +293,6 @@ def test_orbax_restores_it_on_any_number_of_devices(tmp_path: Path, fp8_folder: 
 
 def test_the_documented_example_restores_it(converted: dict[str, Path]):
     """By someone who has none of this code."""
-    pytest.importorskip("orbax.checkpoint")
     text = (ROOT / "docs" / "convert.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len([line for line in example.splitlines() if line]) <= 11

@@ -18,6 +18,7 @@ from glm52_jax.checkpoint.settings import Settings
 from glm52_jax.checkpoint.sizes import parse_size, short_size
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.errors import InputError
+from tests import needs
 from tests.checkpoint.builders import EXPERTS, MTP_LAYER, Folder, random_params, small_config
 from tests.checkpoint.conversions import contents, run_convert, run_export, tensors
 
@@ -140,8 +141,8 @@ def test_sizes_are_read_and_written():
 
 @pytest.fixture(scope="module")
 def transformers() -> Any:
-    pytest.importorskip("torch")
-    return pytest.importorskip("transformers")
+    needs.package("torch")
+    return needs.package("transformers")
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -17,11 +17,12 @@ from glm52_jax.checkpoint import commands, layer_stages, layerwise
 from glm52_jax.checkpoint.layerwise import Finding, differences
 from glm52_jax.checkpoint.sources import open_checkpoint
 from glm52_jax.errors import InputError
+from tests import needs
 from tests.checkpoint.builders import EXPERTS, MTP_LAYER, Folder, small_config
 from tests.checkpoint.conversions import run_convert, run_export
 
-torch = pytest.importorskip("torch", reason="torch is not installed; `make oracle` installs it")
-pytest.importorskip("transformers", reason="transformers is not installed; `make oracle` installs it")
+torch = needs.package("torch")
+needs.package("transformers")
 
 CASES = Path(__file__).parents[1] / "cases"
 TOKENS = 20  # more than the 8 that a query attends to; one number, so that what is compiled is shared

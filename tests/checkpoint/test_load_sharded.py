@@ -6,10 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("orbax.checkpoint")
-
 ROOT = Path(__file__).parents[2]
 CHECKS = (
     "published_shards_equal_the_whole",

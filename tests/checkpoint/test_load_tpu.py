@@ -5,9 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests import needs
 
-pytest.importorskip("libtpu")
+needs.package("libtpu")
 
 SCRIPT = """
 import jax, jax.numpy as jnp, numpy as np

@@ -4,6 +4,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from click.testing import CliRunner
 
@@ -12,8 +13,6 @@ from glm52_jax.checkpoint.sources import opened
 from glm52_jax.errors import InputError
 from tests.checkpoint.builders import Folder
 from tests.checkpoint.conversions import contents, run_convert
-
-fsspec = pytest.importorskip("fsspec")
 
 
 @pytest.fixture

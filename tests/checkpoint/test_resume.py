@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from orbax import checkpoint as orbax
 
 from glm52_jax import load_params
 from glm52_jax.checkpoint import convert, workers
@@ -118,7 +119,7 @@ def journal(destination: Path) -> list[bytes]:
 
 
 @pytest.mark.parametrize(
-    "kills", [pytest.param(12, id="a-dozen"), pytest.param(100, id="a-hundred", marks=pytest.mark.slow)]
+    "kills", [pytest.param(12, id="a-dozen"), pytest.param(100, id="a-hundred", marks=pytest.mark.trials)]
 )
 def test_a_killed_conversion_goes_on(tmp_path: Path, source: Path, whole: tuple[Path, float], kills: int):
     found = killed(kills, source, tmp_path, whole)
@@ -126,7 +127,7 @@ def test_a_killed_conversion_goes_on(tmp_path: Path, source: Path, whole: tuple[
     assert any(done > 0 for done in found)
 
 
-@pytest.mark.parametrize("rounds", [pytest.param(2), pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [pytest.param(2), pytest.param(100, marks=pytest.mark.trials)])
 def test_one_of_two_processes_is_killed(tmp_path: Path, source: Path, whole: tuple[Path, float], rounds: int):
     rng, kills = random.Random(rounds), 0
     for number in range(rounds):
@@ -192,7 +193,6 @@ def test_an_unfinished_one_is_refused_by_every_reader(fp8: Folder, half: Path, t
     ):
         with pytest.raises(InputError, match=sentence):
             read()
-    orbax = pytest.importorskip("orbax.checkpoint")
     with orbax.StandardCheckpointer() as checkpointer, pytest.raises((ValueError, FileNotFoundError)):
         checkpointer.restore(half / "params")
 

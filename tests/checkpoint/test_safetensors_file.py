@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -78,7 +79,6 @@ def test_what_is_written_is_read(tmp_path: Path, values: dict[str, np.ndarray]):
 @RUNS
 @given(values=tensors())
 def test_the_safetensors_package_agrees(tmp_path: Path, values: dict[str, np.ndarray]):
-    safetensors = pytest.importorskip("safetensors")
     write(tmp_path / "file", values)
     with safetensors.safe_open(tmp_path / "file", framework="np") as opened:
         assert set(opened.keys()) == set(values)

@@ -11,11 +11,12 @@ from glm52_jax import forward, load_config, load_params
 from glm52_jax.checkpoint.published import INDEX_FILE, fused_name
 from glm52_jax.checkpoint.sources import open_checkpoint
 from glm52_jax.checkpoint.verify import verify
+from tests import needs
 from tests.checkpoint.builders import MTP_LAYER, Folder
 from tests.checkpoint.conversions import run_convert, run_export, tensors
 
-torch = pytest.importorskip("torch", reason="torch is not installed; `make oracle` installs it")
-transformers = pytest.importorskip("transformers", reason="transformers is not installed; `make oracle` installs it")
+torch = needs.package("torch")
+transformers = needs.package("transformers")
 
 TOKENS = np.random.default_rng(5).integers(0, 90, (2, 13))  # more than the 8 that a query attends to
 WHOLE, PARTS = 10**9, 200_000

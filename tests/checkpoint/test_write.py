@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors
+import safetensors.numpy
 
 from glm52_jax import forward, load_config, load_params
 from glm52_jax.checkpoint import write
@@ -20,6 +22,7 @@ from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.config import ModelConfig, QuantizationConfig
 from glm52_jax.errors import InputError
 from glm52_jax.quant import BlockQuantized, dequantize_blocks
+from tests import needs
 from tests.checkpoint.builders import EXPERTS, FP8, MTP_LAYER, Folder, flat, random_params, small_config
 
 TOKENS = np.arange(2, 26)[None]  # three times index_topk
@@ -322,9 +325,7 @@ def test_a_file_is_no_folder_to_write_to(tmp_path: Path, config: ModelConfig, pa
 
 
 def test_the_safetensors_package_reads_it(plain_folder: Folder, fp8_folder: Folder):
-    safetensors = pytest.importorskip("safetensors")
-    numpy = pytest.importorskip("safetensors.numpy")
-    loaded = numpy.load_file(plain_folder.path / SINGLE_FILE)
+    loaded = safetensors.numpy.load_file(plain_folder.path / SINGLE_FILE)
     expected = plain_folder.tensors()
     assert set(loaded) == set(expected)
     assert all(np.array_equal(loaded[name], values) for name, values in expected.items())
@@ -340,13 +341,13 @@ def test_the_safetensors_package_reads_it(plain_folder: Folder, fp8_folder: Fold
 
 @pytest.fixture(scope="module")
 def transformers() -> Any:
-    pytest.importorskip("torch")
-    return pytest.importorskip("transformers")
+    needs.package("torch")
+    return needs.package("transformers")
 
 
 @pytest.mark.parametrize(("dtype", "fused"), [("float32", False), ("float32", True), ("bfloat16", False)])
 def test_transformers_reads_it(tmp_path: Path, transformers: Any, dtype: str, fused: bool):
-    torch = pytest.importorskip("torch")
+    torch = needs.package("torch")
     config = small_config(dtype=dtype)
     params = random_params(config)
     write_checkpoint(tmp_path / "c", config, params, fused_experts=fused, shard_bytes=500_000)
@@ -368,7 +369,7 @@ def test_transformers_reads_it(tmp_path: Path, transformers: Any, dtype: str, fu
 
 @pytest.mark.slow
 def test_transformers_gives_equal_logits(tmp_path: Path, transformers: Any):
-    torch = pytest.importorskip("torch")
+    torch = needs.package("torch")
     config = small_config(latent_norm_eps=1e-6)  # the epsilon that transformers has
     write_checkpoint(tmp_path / "c", config, random_params(config))
     model = transformers.GlmMoeDsaForCausalLM.from_pretrained(tmp_path / "c", attn_implementation="eager")

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,8 @@ from infer.plan.plan import Plan, analytic_plan, compile_plan
 from infer.plan.plan import plan as planned_from_python
 from infer.plan.request import Request, accounted, described, request
 from tests.model.tiny import tiny
+from tests.needs import needs_libtpu
 
-needs_libtpu = pytest.mark.skipif(
-    find_spec("libtpu") is None, reason="libtpu is not installed; `make plan` installs it"
-)
 SMALL = tiny(
     hidden_size=256,
     intermediate_size=512,

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from importlib.util import find_spec
 
 import pytest
 
@@ -10,8 +9,9 @@ from glm52_jax.cache import PAGE_SIZE
 from glm52_jax.config import DENSE, FULL, SHARED, SPARSE, ModelConfig, load_config
 from infer.plan.plan import Plan, compile_plan
 from infer.plan.request import request
+from tests.needs import needs_libtpu
 
-pytestmark = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
+pytestmark = needs_libtpu
 KINDS = (FULL, SHARED, FULL, SHARED)
 EVERY_STEP = {"block_matmul", "cache_write", "choose_experts"}
 

@@ -3,11 +3,11 @@
 from typing import Any
 
 import jax
-import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding.compiled import CompiledStep, compile_for
 from sharding.topology import one_device
+from tests import needs
 
 
 def compiled(function: Any, arguments: Any, chip: str, donate: tuple[int, ...] = ()) -> CompiledStep:
@@ -15,7 +15,8 @@ def compiled(function: Any, arguments: Any, chip: str, donate: tuple[int, ...] =
 
     `.program.kernels` has the kernels by name, `.program.copies` what is copied, `.memory` the temporaries.
     """
-    pytest.importorskip("libtpu", reason="libtpu, the TPU compiler, is not installed")
+    __tracebackhide__ = True
+    needs.package("libtpu")
     placed = one_device(chip)
     whole = NamedSharding(placed.mesh, PartitionSpec())
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), tuple(arguments))

@@ -112,22 +112,22 @@ def all_cases() -> dict[str, Case]:
     return found | ({f"other-{p.name}": Case(f"other-{p.name}", p) for p in _folders(Path(other))} if other else {})
 
 
-def each_case(*quick: str, drafts: bool = False) -> pytest.MarkDecorator:
-    """Runs a test for every case, with `drafts` for those with a chain of drafts; slow but for those named.
+def each_case(*quick: str, having: str = "input_ids") -> pytest.MarkDecorator:
+    """Runs a test for every case that has the golden values `having`; slow but for those named.
 
     The cases of `GLM52_CASES` are never slow: who names them wants to see them run.
     """
-    found = [c for c in all_cases().values() if not drafts or "mtp_draft" in c.golden]
+    found = [c for c in all_cases().values() if having in c.golden]
     slow = {c.name: [pytest.mark.slow] * (c.folder.parent == FOLDER and c.name not in quick) for c in found}
     return pytest.mark.parametrize("case", [pytest.param(c, id=c.name, marks=slow[c.name]) for c in found])
 
 
-def each_case_and(name: str, table: dict[str, tuple[str, ...]], *, drafts: bool = False) -> pytest.MarkDecorator:
+def each_case_and(name: str, table: dict[str, tuple[str, ...]], *, having: str = "input_ids") -> pytest.MarkDecorator:
     """The same for every value of another argument, which `table` maps to the cases that are quick with it."""
     values = [
         pytest.param(value, *case.values, id=f"{case.id}-{value}", marks=case.marks)
         for value, quick in table.items()
-        for case in each_case(*quick, drafts=drafts).args[1]
+        for case in each_case(*quick, having=having).args[1]
     ]
     return pytest.mark.parametrize((name, "case"), values)
 

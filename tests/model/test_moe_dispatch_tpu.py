@@ -9,9 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests import needs
 
-pytest.importorskip("libtpu", reason="libtpu, the TPU compiler, is not installed")
+needs.package("libtpu")
 
 SCRIPT = """
 import re, sys

@@ -138,7 +138,7 @@ def test_greedy_decode(case: Case) -> None:
         token = np.asarray(seen.logits)[:, 0].argmax(-1)
 
 
-@each_case_and("form", QUICK_DRAFTS, drafts=True)
+@each_case_and("form", QUICK_DRAFTS, having="mtp_draft")
 def test_chain_of_drafts(case: Case, form: str) -> None:
     """B75: rows end in a step of unequal counts; its last row's selection is reused, or each draft selects anew."""
     expected, size = case.golden["mtp_draft"], 7 if form == DECODE else 16
@@ -181,11 +181,9 @@ def _cases_in_fp8() -> list[Case]:
     return [c for c in all_cases().values() if c.config.quantization]
 
 
-@each_case_and("form", QUICK_BFLOAT16)
+@each_case_and("form", QUICK_BFLOAT16, having="bfloat16_error")
 def test_bfloat16(case: Case, form: str) -> None:
     """Nearly all choices and logits are those of float32, and no layer is less exact than the reference's own."""
-    if "bfloat16_error" not in case.golden:
-        pytest.skip("the case says nothing about bfloat16")
     run = traced(case, FORMS[form], jnp.bfloat16)
     found = figures(case, run)
     assert found["topk"] <= 0.05, found

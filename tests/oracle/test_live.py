@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 import glm52_jax as glm
+from tests import needs
 from tests.model.cases import FOLDER, FORMS, Case, Run, check
 from tests.model.paths import Walk
 
-pytest.importorskip("torch", reason="torch is not installed; `make oracle` installs it")
-pytest.importorskip("transformers", reason="transformers is not installed; `make oracle` installs it")
-
-from tests.oracle import make_cases
+needs.package("torch")
+needs.package("transformers")
+make_cases = needs.package("tests.oracle.make_cases")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Functions compiled for TPUs that are not there: counts by hand, the compiler's memory plan, what does not fit."""
 
-import importlib.util
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -12,10 +10,9 @@ from jax.sharding import PartitionSpec as P
 from sharding.compiled import compile_for
 from sharding.layout import Layout
 from sharding.topology import Topology
+from tests.needs import needs_libtpu
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install 'glm52-jax[plan]'"
-)
+pytestmark = needs_libtpu
 BF16 = jnp.bfloat16
 LAYERS, WIDTH, ROWS = 6, 2048, 256
 

@@ -1,6 +1,5 @@
 """Names of slices and what their chips offer; a mesh of the compiler's devices."""
 
-import importlib.util
 import subprocess
 import sys
 import time
@@ -12,10 +11,7 @@ from sharding import chips, topology
 from sharding.errors import InputError
 from sharding.layout import Layout
 from sharding.topology import Topology
-
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install 'glm52-jax[plan]'"
-)
+from tests.needs import needs_libtpu
 
 
 @pytest.mark.parametrize(

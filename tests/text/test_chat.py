@@ -17,6 +17,7 @@ from glm52_jax.text import (
     normalise_messages,
     write_byte_tokenizer,
 )
+from tests import needs
 
 Json = dict[str, Any]
 
@@ -278,7 +279,7 @@ def test_effort_changes_the_prompt_only_where_its_word_is(chat: ChatFormat) -> N
 
 def test_built_in_template_renders_as_in_transformers(chat: ChatFormat) -> None:
     """The same Jinja settings as transformers: every conversation under every option."""
-    reference: Any = pytest.importorskip("transformers.utils.chat_template_utils")
+    reference: Any = needs.package("transformers.utils.chat_template_utils")
     for messages, tools in itertools.product((HI, ROUND_TRIP, MULTI_TURN), (None, TOOLS)):
         for thinking, effort, clear, prompt in itertools.product(
             (True, False), (None, "high", "max"), (None, True, False), (True, False)
@@ -306,7 +307,7 @@ def test_built_in_template_renders_as_in_transformers(chat: ChatFormat) -> None:
 )
 def test_jinja_features_of_other_templates_render_as_in_transformers(tokenizer: Tokenizer, template: str) -> None:
     """B46: white space, loop controls, tojson's options and the functions that templates expect."""
-    reference: Any = pytest.importorskip("transformers.utils.chat_template_utils")
+    reference: Any = needs.package("transformers.utils.chat_template_utils")
     (expected,), _ = reference.render_jinja_template([HI], chat_template=template)
     chat = ChatFormat(template, "other", tokenizer)
     assert chat.render(HI, add_generation_prompt=False) == expected
