@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import jax
 
 from sharding.board import Board
-from sharding.errors import InputError
+from sharding.errors import InputError, sentence
 from sharding.roll_call import Line, Terms, listed
 
 START_SECONDS = 300.0
@@ -136,6 +136,10 @@ class Hosts:
             _end(str(error), self._board)
         if isinstance(error, Exception):
             time.sleep(_REASON_SECONDS)
+        said = None if isinstance(error, BrokenPipeError) else sentence(error)
+        if said is not None:
+            line.fail(said)
+            _end(said, self._board)
         interrupted = isinstance(error, KeyboardInterrupt)
         line.fail("was interrupted" if interrupted else f"{type(error).__name__}: {error}".splitlines()[0])
         if not isinstance(error, KeyboardInterrupt | BrokenPipeError | SystemExit):

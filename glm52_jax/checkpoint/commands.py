@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from glm52_jax.checkpoint.progress import progressing
@@ -18,8 +17,11 @@ from glm52_jax.checkpoint.settings import DTYPE_NAMES, KEEP, QUANTIZE, Settings
 from glm52_jax.checkpoint.sizes import SIZE, short_size
 from glm52_jax.checkpoint.store import CHUNK_BYTES
 from glm52_jax.errors import InputError
+from glm52_jax.terminal import screen
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from glm52_jax.checkpoint.convert import Plan
     from glm52_jax.checkpoint.layerwise import Finding
     from glm52_jax.checkpoint.sources import Checkpoint
@@ -86,9 +88,9 @@ def convert(
 def _convert(planned: Plan, jobs: int, process: tuple[int, int], unit_bytes: int) -> None:
     from glm52_jax.checkpoint.convert import convert
 
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = screen(stderr=True, soft_wrap=True)
     for note in planned.notes:
-        console.print(note, style="yellow", markup=False)
+        console.print(note, style="yellow")
     tensors = len(planned.outputs)
     console.print(
         f"{tensors:,} tensors, {short_size(planned.bytes)}, {len(planned.leaves):,} leaves; at most "
@@ -147,11 +149,11 @@ def export(
     """
     from glm52_jax.checkpoint import export as exporting
 
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = screen(stderr=True, soft_wrap=True)
     settings = Settings(dtype, without_mtp=without_mtp)
     planned = exporting.plan(source, destination, settings, shard_bytes=shard_size, fused_experts=fused_experts)
     for note in planned.notes:
-        console.print(note, style="yellow", markup=False)
+        console.print(note, style="yellow")
     files = len(planned.shards)
     console.print(
         f"{planned.tensors:,} tensors, {short_size(planned.bytes)}, {files} file{'s' * (files > 1)}; at most "
@@ -187,13 +189,13 @@ def verify(target: Path, source: str, quick: bool, layers: str | None, tokens: i
     if quick and layers is not None:
         raise InputError("--quick and --layers are given, expected one of them")
     numbers = _layers(layers)
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = screen(stderr=True, soft_wrap=True)
     quick = quick or numbers is not None
     with opened(source) as checkpoint, progressing(console, "verifying") as meter:
         found = open_checkpoint(target)
         report = verification.verify(found, checkpoint, quick=quick, jobs=jobs, meter=meter)
         for note in (*report.notes, *report.changed):
-            console.print(note, style="yellow", markup=False)
+            console.print(note, style="yellow")
         if numbers is not None and not report.differences:
             _verify_layers(found, checkpoint, numbers, tokens, console)
             return
@@ -217,7 +219,7 @@ def _verify_layers(
 
     planned, plural = layerwise.plan(target, source, layers, tokens=tokens), "s" * (len(layers) > 1)
     for note in planned.notes:
-        console.print(note, style="yellow", markup=False)
+        console.print(note, style="yellow")
     console.print(
         f"{len(layers)} layer{plural}, {len(planned.tokens):,} tokens, one layer in memory at a time; at most "
         f"{planned.memory_bound / 2**20:,.0f} MiB of anonymous memory"
@@ -246,4 +248,4 @@ def _print_layer(findings: Sequence[Finding], *, header: bool) -> None:
     for f in findings:
         figures = (f"{f.largest:.0f} rows", "", "") if f.is_choice else tuple(f"{v:.1e}" for v in f.figures)
         table.add_row(f.where, f.stage, *figures, f.note, style="bold red" if f.beyond else None)
-    Console(width=None if terminal else 120, highlight=False).print(table)
+    screen(width=120).print(table)

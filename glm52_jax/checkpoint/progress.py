@@ -7,17 +7,16 @@ import time
 from collections.abc import Generator
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from glm52_jax.checkpoint.sizes import short_size
+from glm52_jax.terminal import progress_bar
 
 _SECONDS = 10.0  # between two lines
 
 
 class _Bar:
     def __init__(self, console: Console, what: str, total: int, done: int):
-        columns = TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-        self.progress = Progress(*columns, console=console, transient=True)
+        self.progress = progress_bar(console, what)
         self.task = self.progress.add_task(what, total=total, completed=done)
         self.progress.start()
 

@@ -19,6 +19,7 @@ from rich.text import Text
 from glm52_jax.config import ModelConfig
 from glm52_jax.inspect.account import Account, CacheRows, index_key_bytes, latent_row_bytes
 from glm52_jax.lengths import short_length
+from glm52_jax.terminal import screen
 
 _FORMATS = {"bf16": "BF16", "fp8_groups": "FP8 groups", "fp8_tensor": "FP8 tensor", "fp8": "FP8"}
 _WHY = (
@@ -44,7 +45,8 @@ def show(
         operators: as `operators.operators` gives it.
         console: where to; standard output when None.
     """
-    console = console or Console(highlight=False)
+    console = console or screen()
+    console.print(Text(account.name, "bold"), soft_wrap=True)
     console.print(_heading(account, note))
     _section(console, "Published files", _published(account, files))
     _section(console, "Layers", _layers(account))
@@ -112,7 +114,7 @@ def _heading(account: Account, note: str | None) -> RenderableType:
     text = f"{billions(counts.total_without_mtp)} parameters, {billions(counts.active)} of them active a token"
     if account.layers.mtp:
         text += f"; the MTP layer adds {billions(counts.total - counts.total_without_mtp)}"
-    return Group(Text(account.name, "bold"), Text(text), *([Text(note, "yellow")] if note else []))
+    return Group(Text(text), *([Text(note, "yellow")] if note else []))
 
 
 def _remark(sentence: str) -> Text:

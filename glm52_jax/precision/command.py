@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import click
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from glm52_jax.config import ModelConfig, load_config
 from glm52_jax.errors import InputError
 from glm52_jax.lengths import LENGTH
+from glm52_jax.terminal import screen, spinner
 
 if TYPE_CHECKING:
     from glm52_jax.precision.measure import Error
@@ -69,17 +69,17 @@ def _measured(folder: Path, config: ModelConfig, tokens: np.ndarray, mask: np.nd
     from glm52_jax.checkpoint.load import load_params
     from glm52_jax.precision.measure import measure
 
-    notes = Console(stderr=True, highlight=False)
+    notes = screen(stderr=True)
     params = load_params(folder, config, dtype="float32", fp8="dequantize")
     errors: list[Error] = []
-    with notes.status(f"{folder}: plain") as status:
+    with spinner(notes, f"{folder}: plain") as now:
         for error in measure(params, config, tokens, mask):
             errors.append(error)
-            status.update(f"{folder}: {error.form}")
+            now(f"{folder}: {error.form}")
     if not quiet:
         long = (np.where(mask, np.cumsum(mask, axis=1), 0) > config.index_topk).sum()
         title = f"{folder}: {int(mask.sum())} tokens, {int(long)} with more than {config.index_topk} to choose from"
-        Console(highlight=False, width=None if Console().is_terminal else 120).print(_table(title, errors))
+        screen(width=120).print(_table(title, errors))
     return errors
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.text import Text
 
 from glm52_jax.errors import InputError
 from glm52_jax.row_formats import CACHE_FORMATS
+from glm52_jax.streams import read_line
 from glm52_jax.text import REASONING_EFFORTS, ChatFormat
 from infer.commands.on_hosts import on_hosts
 from infer.commands.session import (
@@ -126,9 +128,13 @@ def _read_line(session: Session) -> str | None:
 
 
 def _read_own_line(session: Session) -> str | None:
+    prompt = Text("> ", "bold") if session.console.is_terminal else ""
     while True:
         try:
-            line = session.console.input("[bold]> [/bold]" if session.console.is_terminal else "").strip()
+            line = read_line(lambda: session.console.input(prompt)).strip()
+        except InputError as error:
+            session.console.print(f"{error}; this line is left out", style="red", soft_wrap=True)
+            continue
         except (EOFError, KeyboardInterrupt):
             return None
         if line:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import shutil
 import tempfile
 import time
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
+from rich.text import Text
 
 from glm52_jax.checkpoint import convert, export
 from glm52_jax.checkpoint.load import load_with_report
@@ -26,6 +28,7 @@ from glm52_jax.errors import InputError
 from glm52_jax.inspect.account import account
 from glm52_jax.model import forward
 from glm52_jax.params import init_params
+from glm52_jax.terminal import screen
 from glm52_jax.text import ChatFormat, Tokenizer, write_byte_tokenizer
 from infer.commands.session import figures_line
 from infer.generation import Generation, generate
@@ -43,7 +46,7 @@ def demo(folder: Path | None, seed: int) -> None:
     The checkpoint (random weights, BF16 and FP8, a byte-level tokenizer with GLM's special tokens) is kept in FOLDER
     when one is given, which must be new or empty.
     """
-    console = Console(highlight=False, soft_wrap=True)
+    console = screen(soft_wrap=True)
     if folder is not None and folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
         raise InputError(f"{folder}: already there and not empty; the demo writes to a new folder")
     place = folder or Path(tempfile.mkdtemp(prefix="glm52-demo-"))
@@ -53,30 +56,31 @@ def demo(folder: Path | None, seed: int) -> None:
         if folder is None:
             shutil.rmtree(place, ignore_errors=True)
     if folder is not None:
-        console.print(f"\nTry: glm52 inspect {folder}/bf16 --ops")
-        console.print(f'     glm52 generate {folder}/bf16 "Hello" --draft-tokens 3')
-        console.print(f'     glm52 generate {folder}/fp8-orbax "Hello" --kv fp8')
-        console.print(f"     glm52 chat {folder}/fp8 --max-new-tokens 40")
-        console.print(f"     glm52 precision {folder}/bf16")
+        bf16, fp8, orbax = (shlex.quote(str(folder / name)) for name in ("bf16", "fp8", "fp8-orbax"))
+        console.print(f"\nTry: glm52 inspect {bf16} --ops")
+        console.print(f'     glm52 generate {bf16} "Hello" --draft-tokens 3')
+        console.print(f'     glm52 generate {orbax} "Hello" --kv fp8')
+        console.print(f"     glm52 chat {fp8} --max-new-tokens 40")
+        console.print(f"     glm52 precision {bf16}")
 
 
 def _run(console: Console, place: Path, seed: int) -> None:
     begin = time.perf_counter()
     config = BUILT_IN["glm-5.2-tiny"]
-    console.print("[bold]1. Make[/bold] a checkpoint in the published layout, in BF16 and in FP8 blocks")
+    console.print(_step("1. Make", "a checkpoint in the published layout, in BF16 and in FP8 blocks"))
     folders = _make(place, config, seed)
     for name, path in folders.items():
         files = sorted(path.glob("*.safetensors"))
         size = sum(f.stat().st_size for f in files)
         console.print(f"   {name}: {len(files)} file{'s' * (len(files) > 1)}, {size / 1e6:.2f} MB of safetensors")
 
-    console.print("[bold]2. Inspect[/bold] it")
+    console.print(_step("2. Inspect", "it"))
     _show_account(console, config)
 
-    console.print("[bold]3. Convert[/bold] both to Orbax, verify every value, and export them again")
+    console.print(_step("3. Convert", "both to Orbax, verify every value, and export them again"))
     converted = {name: _convert_and_back(console, name, path) for name, path in folders.items()}
 
-    console.print("[bold]4. Load[/bold] the converted ones, every tensor checked against the parameter table")
+    console.print(_step("4. Load", "the converted ones, every tensor checked against the parameter table"))
     loaded: dict[str, Any] = {}
     for name, path in converted.items():
         loaded[name], report = load_with_report(path)
@@ -86,14 +90,16 @@ def _run(console: Console, place: Path, seed: int) -> None:
 
     tokenizer = Tokenizer.load(converted["BF16"])
     prompt = ChatFormat.load(converted["BF16"], tokenizer).encode([{"role": "user", "content": PROMPT}])
-    console.print(
-        f"[bold]5. Run[/bold] a chat prompt of {len(prompt)} tokens, of which a query sees {config.index_topk}"
-    )
+    console.print(_step("5. Run", f"a chat prompt of {len(prompt)} tokens, of which a query sees {config.index_topk}"))
     _show_equality(console, folders, loaded, prompt)
 
-    console.print(f"[bold]6. Generate[/bold] {NEW_TOKENS} tokens (the weights are random, and so is the text)")
+    console.print(_step("6. Generate", f"{NEW_TOKENS} tokens (the weights are random, and so is the text)"))
     _show_generation(console, config, loaded["BF16"], prompt, tokenizer)
     console.print(f"Done in {time.perf_counter() - begin:.0f} s.")
+
+
+def _step(number_and_verb: str, what: str) -> Text:
+    return Text.assemble((number_and_verb, "bold"), f" {what}")
 
 
 def _make(place: Path, config: ModelConfig, seed: int) -> dict[str, Path]:
@@ -161,5 +167,5 @@ def _show_generation(
     same = "the same tokens" if texts[0] == texts[3] else "DIFFERENT tokens"
     console.print(f"   with and without drafts: {same} (an untrained MTP layer only guesses)")
     sampled = generate(params, config, [prompt], NEW_TOKENS, temperature=1.0, top_p=0.95, seed=1, stop_ids=())
-    console.print(f"   greedy:  {tokenizer.decode(texts[0])!r}", markup=False)
-    console.print(f"   sampled: {tokenizer.decode(sampled[0])!r}", markup=False)
+    console.print(f"   greedy:  {tokenizer.decode(texts[0])!r}")
+    console.print(f"   sampled: {tokenizer.decode(sampled[0])!r}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import click
 
 from glm52_jax.row_formats import CACHE_FORMATS
+from glm52_jax.streams import read_all
 from infer.commands.on_hosts import on_hosts
 from infer.commands.session import (
     Session,
@@ -113,4 +113,4 @@ def _write(session: Session, generation: Generation, texts: Sequence[str], stop:
 
 def _read_prompt(hosts: Hosts) -> str:
     """Standard input; of several hosts, that of the first."""
-    return hosts.tell(sys.stdin.read() if hosts.first else None)
+    return hosts.tell(read_all() if hosts.first else None)

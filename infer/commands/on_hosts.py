@@ -20,6 +20,7 @@ from glm52_jax.config import ModelConfig
 from glm52_jax.errors import InputError
 from glm52_jax.params import abstract_params
 from glm52_jax.placement import param_specs
+from glm52_jax.streams import writer
 from sharding.hosts import SILENCE_SECONDS, START_SECONDS, Hosts, join
 from sharding.layout import AXES, SINGLE, Layout
 from sharding.presets import read_layouts
@@ -112,7 +113,7 @@ def only_our_output() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.close(nowhere)
-    sys.stdout = os.fdopen(ours, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+    sys.stdout = writer(ours, sys.stdout)
 
 
 def choose_layout(text: str | None, config: ModelConfig, fp8: str, hosts: Hosts) -> Layout:

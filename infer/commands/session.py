@@ -10,12 +10,12 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from glm52_jax.checkpoint.load import load_with_report
 from glm52_jax.config import ModelConfig, load_config
 from glm52_jax.errors import InputError
 from glm52_jax.row_formats import CACHE_FORMATS
+from glm52_jax.terminal import progress_bar, screen
 from glm52_jax.text import StopStrings, Tokenizer, check_stops
 from infer.commands.on_hosts import choose_layout, fingerprint
 from infer.generation import STOP, Figures, Generation
@@ -103,7 +103,7 @@ class Session:
         folder = Path(checkpoint)
         if not folder.is_dir():
             raise InputError(f"{checkpoint}: no such folder, expected a checkpoint in the published layout")
-        console = Console(stderr=True, highlight=False, quiet=not hosts.first)
+        console = screen(stderr=True, quiet=not hosts.first)
         config = load_config(folder)
         tokenizer = Tokenizer.load(folder)
         if tokenizer.vocab_size > config.vocab_size:
@@ -127,8 +127,7 @@ def load_with_progress(
     folder: Path, config: ModelConfig, dtype: str | None, fp8: str, console: Console, layout: Layout
 ) -> dict[str, Any]:
     """`load_params` with a bar on a terminal; elsewhere a line when it is done."""
-    columns = TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with progress_bar(console, "loading", disable=not console.is_terminal) as progress:
         task = progress.add_task("load", total=None)
         params, report = load_with_report(
             folder,

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 
 from glm52_jax.config import FULL, ModelConfig, load_config
 from glm52_jax.errors import InputError
 from glm52_jax.lengths import LENGTH
+from glm52_jax.terminal import screen, spinner
 
 if TYPE_CHECKING:
     from infer.plan.plan import Plan
@@ -98,8 +98,7 @@ def plan(
 def _made(asked: Request, fresh: bool) -> Plan:
     from infer.plan.stored import planned
 
-    console = Console(stderr=True, highlight=False)
-    with console.status(f"compiling {asked.step} for {asked.topology.name}"):
+    with spinner(screen(stderr=True), f"compiling {asked.step} for {asked.topology.name}"):
         return planned(asked, fresh=fresh)
 
 
@@ -117,8 +116,7 @@ def _fitted(asked: list[Request], fresh: bool) -> list[Plan]:
 def _print(made: list[Plan], *, sweep: bool) -> None:
     from infer.plan.report import show, show_many
 
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=160)
+    console = screen(width=160)
     if sweep:
         show_many(console, made)
     else:

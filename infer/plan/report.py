@@ -32,7 +32,7 @@ def show(console: Console, plan: Plan) -> None:
     if plan.kernels:
         console.print(_kernels(plan))
     for warning in plan.warnings:
-        console.print(f"note: {warning}", style="yellow", markup=False, soft_wrap=True)
+        console.print(f"note: {warning}", style="yellow", soft_wrap=True)
     if plan.seconds:
         lower, compiled = plan.seconds["lower"], plan.seconds["compile"]
         console.print(f"lowered in {lower:.1f} s, compiled in {compiled:.1f} s", style="dim")

@@ -14,6 +14,7 @@ import jax
 from rich.console import Console
 from rich.text import Text
 
+from glm52_jax.terminal import screen, spinner
 from infer.commands.on_hosts import on_hosts
 from infer.selftest.checks import FAIL, PASS, SKIP, Section, run_sections
 from infer.selftest.report import DEFAULT_NAME, Report, checked_path, line
@@ -68,7 +69,7 @@ def selftest(
     layout = layout or DEFAULT_LAYOUT
     machine = Machine.of(layout, quick=quick)
     options = {"layout": layout, "quick": quick, "cpu devices": cpu_devices}
-    console = Console(stderr=as_json, highlight=False, quiet=not hosts.first)
+    console = screen(stderr=as_json, quiet=not hosts.first)
     made = run(sections(machine), Report(options), path, console, hosts)
     if as_json and hosts.first:
         click.echo(json.dumps(made.as_json(), indent=1, default=str))
@@ -101,17 +102,17 @@ def run(
 
     It is written before every check: should one hang, the file says which.
     """
-    status = console.status("starting") if console.is_terminal and not console.quiet else None
+    shown: AbstractContextManager[Any] = (
+        spinner(console, "starting") if console.is_terminal and not console.quiet else nullcontext(lambda _: None)
+    )
 
     def before(section: str, name: str) -> None:
         report.running = f"{section}: {name}" if name else section
-        if status:
-            status.update(report.running)
+        now(report.running)
         if path:
             report.write(path)
 
-    shown: AbstractContextManager[Any] = status or nullcontext()
-    with shown:
+    with shown as now:
         for outcome in agreed(run_sections(checks, before), hosts):
             report.outcomes.append(outcome)
             console.print(Text(line(outcome), style=_STYLES[outcome.status]), soft_wrap=True)
