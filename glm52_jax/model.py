@@ -23,6 +23,7 @@ from glm52_jax.kernels import Target
 from glm52_jax.primitives import Rotary, rms_norm
 from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
 from glm52_jax.selection import Selection
+from glm52_jax.user_values import token_batch
 from sharding.layout import SINGLE, Layout
 
 Params = dict[str, Any]
@@ -277,8 +278,15 @@ def _unpack(packed: jax.Array, order: jax.Array) -> jax.Array:
 def _checked(
     config: ModelConfig, tokens: jax.typing.ArrayLike, mask: jax.typing.ArrayLike | None
 ) -> tuple[jax.Array, jax.Array]:
+    """Tokens as int32 and a mask as bool of the same shape; their values are checked where they are known."""
+    given = [array for array in (tokens, mask) if isinstance(array, jax.Array)]
+    if all(not isinstance(array, jax.core.Tracer) and array.is_fully_addressable for array in given):
+        checked = token_batch(tokens, mask, config.vocab_size)
+        # An array of JAX's stays where it is.
+        tokens = tokens if isinstance(tokens, jax.Array) else checked[0]
+        mask = mask if isinstance(mask, jax.Array) else checked[1]
     tokens = jnp.asarray(tokens)
-    if tokens.ndim != 2 or tokens.shape[1] == 0 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+    if tokens.ndim != 2 or 0 in tokens.shape or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise InputError(f"tokens has shape {tokens.shape} and dtype {tokens.dtype}, expected integers [batch, length]")
     if tokens.shape[1] > config.max_position_embeddings:
         raise InputError(
@@ -287,7 +295,4 @@ def _checked(
     mask = jnp.ones(tokens.shape, jnp.bool_) if mask is None else jnp.asarray(mask).astype(jnp.bool_)
     if mask.shape != tokens.shape:
         raise InputError(f"mask has shape {mask.shape}, expected that of tokens, {tokens.shape}")
-    wrong = mask & ((tokens < 0) | (tokens >= config.vocab_size))
-    if not isinstance(wrong, jax.core.Tracer) and bool(jnp.any(wrong)):
-        raise InputError(f"tokens holds {int(tokens[wrong][0])}, but the vocabulary has {config.vocab_size} tokens")
     return tokens.astype(jnp.int32), mask

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,9 @@ import numpy as np
 from glm52_jax.config import ModelConfig
 from glm52_jax.errors import InputError
 from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
+from glm52_jax.user_values import seed_number, token_row, whole_number
 from infer.sampling import Sampling
+from infer.speculative import MAX_DRAFT_TOKENS
 from infer.steps import StepProvider
 from sharding.layout import SINGLE, Layout
 
@@ -111,7 +112,7 @@ def generate(
         cache_format=cache_format,
         layout=layout,
     )
-    texts: list[list[int]] = [[] for _ in prompts]
+    texts: list[list[int]] = [[] for _ in generation.prompts]
     for row, tokens in generation:
         texts[row].extend(tokens)
     return texts
@@ -142,23 +143,22 @@ class Generation:
         cache_format: CacheFormat | None = None,
         layout: Layout | None = None,
     ):
-        self.params, self.prompts, self.max_new_tokens = params, prompts, max_new_tokens
-        _check_prompts(config, prompts, max_new_tokens)
-        longest = max((len(p) for p in prompts), default=1)
-        seeds = [seed + row for row in range(len(prompts))] if isinstance(seed, int | np.integer) else list(seed)
-        if len(seeds) != len(prompts):
-            raise InputError(f"seed has {len(seeds)} entries for {len(prompts)} prompts")
+        self.params, self.max_new_tokens = params, whole_number(max_new_tokens, "max_new_tokens")
+        draft_tokens = whole_number(draft_tokens, "draft_tokens", 0, MAX_DRAFT_TOKENS)
+        self.prompts = _checked_prompts(config, prompts, self.max_new_tokens)
+        longest = max((len(p) for p in self.prompts), default=1)
+        seeds = _seeds(seed, len(self.prompts))
         layout = layout or SINGLE
         # Rows of nothing but padding make the batch a multiple of the devices that share it.
-        self._rows = -(-len(prompts) // layout.parts("batch")) * layout.parts("batch")
-        sampling = Sampling.of(self._rows, temperature, top_p, seeds + [0] * (self._rows - len(prompts)))
+        self._rows = -(-len(self.prompts) // layout.parts("batch")) * layout.parts("batch")
+        sampling = Sampling.of(self._rows, temperature, top_p, seeds + [0] * (self._rows - len(self.prompts)))
         self.sampling = sampling if temperature > 0 else None
-        self.stop_ids = frozenset(config.eos_token_ids if stop_ids is None else stop_ids)
+        self.stop_ids = frozenset(config.eos_token_ids) if stop_ids is None else _checked_stop_ids(stop_ids)
         self.provider = StepProvider.of(
             params,
             config,
             batch=self._rows,
-            capacity=min(_rounded(longest + max_new_tokens), config.max_position_embeddings),
+            capacity=min(_rounded(longest + self.max_new_tokens), config.max_position_embeddings),
             chunk=_chunk(chunk, longest, layout.parts("tokens")),
             draft_tokens=draft_tokens,
             sampled=self.sampling is not None,
@@ -168,8 +168,8 @@ class Generation:
             mesh=layout.mesh() if layout.devices > 1 else None,
         )
         self.figures = Figures(accepted=[0] * draft_tokens)
-        self.reasons: list[str | None] = [None] * len(prompts)
-        self._made = [0] * len(prompts)
+        self.reasons: list[str | None] = [None] * len(self.prompts)
+        self._made = [0] * len(self.prompts)
         self._timed: set[str] = set()
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
@@ -262,8 +262,7 @@ def _chunk(chunk: int, longest: int, parts: int) -> int:
 
     The devices that divide it have as many tokens each.
     """
-    if chunk < 1:
-        raise InputError(f"chunk is {chunk}, expected at least 1")
+    chunk = whole_number(chunk, "chunk", 1)
     chunk = min(chunk, max(16, 1 << (longest - 1).bit_length())) if chunk > 16 else chunk
     return -(-chunk // parts) * parts
 
@@ -274,21 +273,40 @@ def _rounded(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def _check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-    if max_new_tokens < 0:
-        raise InputError(f"max_new_tokens is {max_new_tokens}, expected at least 0")
-    if isinstance(prompts, str) or any(isinstance(p, str) or not hasattr(p, "__len__") for p in prompts):
+def _checked_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[np.ndarray]:
+    """The token ids of each prompt, int32 `[length]`; rows of an array are prompts too."""
+    if (
+        isinstance(prompts, str | bytes | dict)
+        or not hasattr(prompts, "__len__")
+        or not hasattr(prompts, "__getitem__")
+    ):
         raise InputError("prompts holds text or single numbers, expected a list of token ids for each prompt")
-    for row, prompt in enumerate(prompts):
-        if len(prompt) == 0:
-            raise InputError(f"prompt {row} is empty, expected at least one token")
-        wrong = next((t for t in prompt if not isinstance(t, Integral) or not 0 <= t < config.vocab_size), None)
-        if wrong is not None:
-            raise InputError(
-                f"prompt {row} holds {wrong!r} as a token, but the vocabulary has {config.vocab_size} tokens"
-            )
+    if getattr(prompts, "ndim", 2) != 2:
+        raise InputError("prompts is an array of another shape, expected a list of token ids for each prompt")
+    if any(isinstance(p, str | bytes) or not hasattr(p, "__len__") for p in prompts):
+        raise InputError("prompts holds text or single numbers, expected a list of token ids for each prompt")
+    checked = [token_row(prompt, config.vocab_size, f"prompt {row}") for row, prompt in enumerate(prompts)]
+    for row, prompt in enumerate(checked):
         if len(prompt) + max_new_tokens > config.max_position_embeddings:
             raise InputError(
                 f"prompt {row} has {len(prompt)} tokens and max_new_tokens is {max_new_tokens}, together more than the "
                 f"{config.max_position_embeddings} positions of the model (max_position_embeddings)"
             )
+    return checked
+
+
+def _checked_stop_ids(stop_ids: Sequence[int]) -> frozenset[int]:
+    if isinstance(stop_ids, str | bytes) or not hasattr(stop_ids, "__iter__"):
+        raise InputError(f"stop_ids is {stop_ids!r}, expected a list of token ids")
+    return frozenset(whole_number(stop, "an id of stop_ids") for stop in stop_ids)
+
+
+def _seeds(seed: int | Sequence[int], prompts: int) -> list[int]:
+    """A seed for each prompt."""
+    if isinstance(seed, str | bytes) or not isinstance(seed, Sequence | np.ndarray) or not np.ndim(seed):
+        first = seed_number(seed)
+        return [first + row for row in range(prompts)]
+    seeds = [seed_number(one, "a number of seed") for one in seed]
+    if len(seeds) != prompts:
+        raise InputError(f"seed has {len(seeds)} entries for {prompts} prompts")
+    return seeds

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from glm52_jax.errors import InputError
+from glm52_jax.user_values import number, seed_number
 
 # What a random number is for; each purpose at a position has its own.
 SAMPLE, DRAFT, ACCEPT = 0, 1, 2
@@ -36,13 +37,11 @@ class Sampling:
         Raises:
             InputError: a negative temperature, a `top_p` outside (0, 1], a seed that is no 32-bit number.
         """
-        if not 0 <= temperature < float("inf"):
+        if not 0 <= number(temperature, "temperature", "a number of at least 0") < float("inf"):
             raise InputError(f"temperature is {temperature}, expected a number of at least 0")
-        if not 0 < top_p <= 1:
+        if not 0 < number(top_p, "top_p", "a number above 0 and at most 1") <= 1:
             raise InputError(f"top_p is {top_p}, expected a number above 0 and at most 1")
-        for seed in seeds:
-            if not 0 <= seed < 1 << 32:
-                raise InputError(f"seed is {seed}, expected an integer from 0 to {(1 << 32) - 1}")
+        seeds = [seed_number(seed) for seed in seeds]
         return cls(
             jnp.full(batch, temperature, jnp.float32),
             jnp.full(batch, top_p, jnp.float32),

@@ -15,6 +15,7 @@ from glm52_jax.config import ModelConfig, load_config
 from glm52_jax.errors import InputError
 from glm52_jax.lengths import LENGTH
 from glm52_jax.terminal import screen, spinner
+from glm52_jax.user_values import SEED, token_batch
 
 if TYPE_CHECKING:
     from glm52_jax.precision.measure import Error
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     "for in the checkpoint first.",
 )
 @click.option("--length", type=LENGTH, help="Tokens of each of two random texts.  [default: index_topk + 128]")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the random texts.")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Of the random texts.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def precision(
     checkpoints: tuple[Path, ...],
@@ -50,16 +51,16 @@ def precision(
     """
     if text_file and token_file:
         raise InputError("--text and --tokens are both given, expected one of them")
-    results: dict[str, list[Error]] = {}
-    for folder in checkpoints:
+    given: dict[Path, tuple[ModelConfig, np.ndarray, np.ndarray]] = {}
+    for folder in checkpoints:  # all of them are checked before the first is loaded
         config = load_config(folder)
         if text_file:
-            tokens, mask = _from_text(folder, config, text_file)
+            given[folder] = config, *_from_text(folder, config, text_file)
         elif token_file:
-            tokens, mask = _from_file(folder, token_file)
+            given[folder] = config, *_from_file(folder, config, token_file)
         else:
-            tokens, mask = _random(config, length, seed)
-        results[str(folder)] = _measured(folder, config, tokens, mask, as_json)
+            given[folder] = config, *_random(config, length, seed)
+    results = {str(folder): _measured(folder, *texts, as_json) for folder, texts in given.items()}
     if as_json:
         rows = {name: [dataclasses.asdict(error) for error in errors] for name, errors in results.items()}
         click.echo(json.dumps(rows, indent=2))
@@ -105,26 +106,33 @@ def _from_text(folder: Path, config: ModelConfig, path: Path) -> tuple[np.ndarra
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read ({error})") from None
-    tokens = np.array([Tokenizer.load(folder).encode(text)[: config.max_position_embeddings]], np.int32)
-    if tokens.size == 0:
+    tokens = Tokenizer.load(folder).encode(text)[: config.max_position_embeddings]
+    if not tokens:
         raise InputError(f"{path}: holds no text")
-    return tokens, np.ones(tokens.shape, bool)
+    return token_batch([tokens], None, config.vocab_size, f"{path} with the tokenizer of {folder}")
 
 
-def _from_file(folder: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
+def _from_file(folder: Path, config: ModelConfig, name: str) -> tuple[np.ndarray, np.ndarray]:
     path = folder / name if (folder / name).is_file() else Path(name)
     try:
         held = np.load(path, allow_pickle=False)
-        tokens = held["input_ids"] if hasattr(held, "files") else held
-        mask = held["attention_mask"] if "attention_mask" in getattr(held, "files", ()) else np.ones(tokens.shape)
-    except (OSError, ValueError, KeyError) as error:
+        archive = getattr(held, "files", None)
+        tokens = held if archive is None else held["input_ids"]
+        mask = held["attention_mask"] if archive is not None and "attention_mask" in archive else None
+    except Exception as error:  # NumPy and its archives raise nothing more exact for a file that is none of theirs
         raise InputError(f"{path}: holds no token ids ({error}), expected a .npy array or input_ids in .npz") from None
-    if tokens.ndim != 2 or tokens.dtype.kind not in "iu" or mask.shape != tokens.shape:
+    try:
+        tokens, mask = token_batch(tokens, mask, config.vocab_size)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    if tokens.shape[1] > config.max_position_embeddings:
         raise InputError(
-            f"{path}: token ids have shape {tokens.shape} and type {tokens.dtype}, expected integers [batch, length] "
-            "and a mask of the same shape"
+            f"{path}: tokens has length {tokens.shape[1]}, more than max_position_embeddings "
+            f"{config.max_position_embeddings}"
         )
-    return tokens.astype(np.int32), mask.astype(bool)
+    if not mask.any():
+        raise InputError(f"{path}: the mask leaves no token, expected at least one")
+    return tokens, mask
 
 
 def _random(config: ModelConfig, length: int | None, seed: int) -> tuple[np.ndarray, np.ndarray]:

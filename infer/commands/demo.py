@@ -30,6 +30,7 @@ from glm52_jax.model import forward
 from glm52_jax.params import init_params
 from glm52_jax.terminal import screen
 from glm52_jax.text import ChatFormat, Tokenizer, write_byte_tokenizer
+from glm52_jax.user_values import SEED
 from infer.commands.session import figures_line
 from infer.generation import Generation, generate
 
@@ -39,7 +40,7 @@ NEW_TOKENS = 32
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("folder", type=click.Path(path_type=Path), required=False)
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random weights.")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Seed of the random weights.")
 def demo(folder: Path | None, seed: int) -> None:
     """Make a small GLM-5.2-shaped checkpoint and take the whole path with it, in about a minute.
 

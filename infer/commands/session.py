@@ -17,6 +17,7 @@ from glm52_jax.errors import InputError
 from glm52_jax.row_formats import CACHE_FORMATS
 from glm52_jax.terminal import progress_bar, screen
 from glm52_jax.text import StopStrings, Tokenizer, check_stops
+from glm52_jax.user_values import SEED
 from infer.commands.on_hosts import choose_layout, fingerprint
 from infer.generation import STOP, Figures, Generation
 from infer.sampling import Sampling
@@ -67,7 +68,7 @@ def sampling_options(command: Command) -> Command:
             show_default=True,
             help="Drafts a step by the MTP layer; a greedy text stays the same.",
         ),
-        click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampling."),
+        click.option("--seed", type=SEED, default=0, show_default=True, help="Seed of the sampling."),
     ):
         command = option(command)
     return command

@@ -189,14 +189,41 @@ def test_the_draft_layers_cache_has_no_holes(config: ModelConfig, params: dict[s
         ({"prompts": "text"}, "prompts holds text or single numbers"),
         ({"prompts": [1, 2]}, "prompts holds text or single numbers"),
         ({"max_new_tokens": 5000}, "more than the 4096 positions of the model (max_position_embeddings)"),
-        ({"max_new_tokens": -1}, "max_new_tokens is -1, expected at least 0"),
-        ({"draft_tokens": 8}, "draft_tokens is 8, expected 0 to 7"),
+        ({"max_new_tokens": -1}, "max_new_tokens is -1, expected an integer of at least 0"),
+        ({"draft_tokens": 8}, "draft_tokens is 8, expected an integer from 0 to 7"),
         ({"temperature": -1.0}, "temperature is -1.0, expected a number of at least 0"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"top_p": 0.0}, "top_p is 0.0, expected a number above 0 and at most 1"),
         ({"seed": [1, 2]}, "seed has 2 entries for 1 prompts"),
         ({"seed": -1}, "seed is -1, expected an integer from 0"),
-        ({"chunk": 0}, "chunk is 0, expected at least 1"),
+        ({"chunk": 0}, "chunk is 0, expected an integer of at least 1"),
+        ({"prompts": None}, "prompts holds text or single numbers"),
+        ({"prompts": {"a": [1]}}, "prompts holds text or single numbers"),
+        ({"prompts": [b"text"]}, "prompts holds text or single numbers"),
+        ({"prompts": np.ones((1, 2, 2), int)}, "prompts is an array of another shape"),
+        ({"prompts": [{1, 2}]}, "prompt 0 is {1, 2}, expected a list of token ids"),
+        ({"prompts": [np.ones((2, 2), int)]}, "prompt 0 has shape (2, 2) and dtype int64"),
+        ({"prompts": [np.array([1.0])]}, "prompt 0 has shape (1,) and dtype float64"),
+        ({"prompts": [np.array([True])]}, "prompt 0 has shape (1,) and dtype bool"),
+        ({"prompts": [[True]]}, "prompt 0 holds True as a token"),
+        ({"prompts": [[2**32 + 7]]}, "prompt 0 holds 4294967303 as a token"),
+        ({"prompts": [[-3]]}, "prompt 0 holds -3 as a token"),
+        ({"max_new_tokens": 2.0}, "max_new_tokens is 2.0, expected an integer"),
+        ({"max_new_tokens": True}, "max_new_tokens is True, expected an integer"),
+        ({"max_new_tokens": "2"}, "max_new_tokens is '2', expected an integer"),
+        ({"max_new_tokens": None}, "max_new_tokens is None, expected an integer"),
+        ({"draft_tokens": 1.0}, "draft_tokens is 1.0, expected an integer"),
+        ({"temperature": "hot"}, "temperature is 'hot', expected a number"),
+        ({"temperature": None}, "temperature is None, expected a number"),
+        ({"top_p": [0.5]}, "top_p is [0.5], expected a number"),
+        ({"seed": 1.5}, "seed is 1.5, expected an integer"),
+        ({"seed": True}, "seed is True, expected an integer"),
+        ({"seed": 2**32}, "seed is 4294967296, expected an integer from 0 to 4294967295"),
+        ({"seed": ["1"]}, "a number of seed is '1', expected an integer"),
+        ({"stop_ids": 5}, "stop_ids is 5, expected a list"),
+        ({"stop_ids": "5"}, "stop_ids is '5', expected a list"),
+        ({"stop_ids": [2.0]}, "an id of stop_ids is 2.0, expected an integer"),
+        ({"chunk": 16.0}, "chunk is 16.0, expected an integer"),
         ({"backend": "gpu"}, "kernels: 'gpu' is not one of reference, cpu"),
     ],
 )
@@ -206,6 +233,14 @@ def test_wrong_requests_are_refused_in_a_sentence(
     with pytest.raises(InputError) as error:
         generate(params, config, **({"prompts": [PROMPT], "max_new_tokens": 4} | arguments))
     assert sentence in str(error.value)
+
+
+def test_integers_of_numpy_and_jax_are_integers(config: ModelConfig, params: dict[str, Any]) -> None:
+    expected = generate(params, config, [PROMPT], 3, stop_ids=(), seed=5, draft_tokens=0)
+    ids = np.array(PROMPT, np.uint16)
+    for prompts in ([ids], ids[None], [list(ids)], [jnp.asarray(PROMPT)], jnp.asarray([PROMPT]), (tuple(PROMPT),)):
+        found = generate(params, config, prompts, np.int64(3), stop_ids=(), seed=np.uint32(5), draft_tokens=np.int8(0))
+        assert found == expected
 
 
 def test_drafts_without_a_draft_layer_are_refused(config: ModelConfig, params: dict[str, Any]) -> None:

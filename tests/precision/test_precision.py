@@ -1,7 +1,9 @@
 """`glm52 precision`: figures that are zero where nothing is rounded, and grow with what is."""
 
 import dataclasses
+import io
 import json
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from glm52_jax.checkpoint.write import write_checkpoint
+from glm52_jax.errors import InputError
 from glm52_jax.precision import measure
 from glm52_jax.precision.command import precision
 from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
@@ -87,3 +90,75 @@ def test_what_cannot_be_run_is_refused(folder: Path, options: list[str], sentenc
     result = CliRunner().invoke(precision, [str(folder), *options])
     assert result.exit_code != 0
     assert sentence in str(result.exception)
+
+
+def arrays(**named: np.ndarray) -> bytes:
+    """An .npz of these."""
+    held = io.BytesIO()
+    np.savez(held, **named)
+    return held.getvalue()
+
+
+def array(values: object) -> bytes:
+    held = io.BytesIO()
+    np.save(held, np.array(values), allow_pickle=True)
+    return held.getvalue()
+
+
+IDS = np.array([[1, 2, 3]])
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (array([[1, 400]]), "tokens holds 400, but the vocabulary has 96 tokens"),
+        (array([[1, -3]]), "tokens holds -3, but the vocabulary has 96 tokens"),
+        (array([[1, 2**32 + 7]]), "tokens holds 4294967303, but the vocabulary has 96 tokens"),
+        (array([[1.0, 2.0]]), "tokens has shape (1, 2) and dtype float64"),
+        (array([[True, False]]), "tokens has shape (1, 2) and dtype bool"),
+        (array([1, 2]), "tokens has shape (2,) and dtype int64"),
+        (array([]), "tokens has shape (0,) and dtype float64"),
+        (array(np.zeros((2, 0), int)), "tokens has shape (2, 0) and dtype int64"),
+        (array(np.zeros((0, 2), int)), "tokens has shape (0, 2) and dtype int64"),
+        (
+            array(np.zeros((1, CONFIG.max_position_embeddings + 1), np.int8)),
+            f"tokens has length {CONFIG.max_position_embeddings + 1}, more than max_position_embeddings",
+        ),
+        (array([{"a": 1}]), "holds no token ids (Object arrays cannot be loaded when allow_pickle=False)"),
+        (pickle.dumps([[1]]), "holds no token ids"),
+        (b"", "holds no token ids"),
+        (b"no array", "holds no token ids"),
+        (array([[1, 2]])[:-3], "holds no token ids"),
+        (arrays(other=IDS), "holds no token ids"),
+        (arrays(input_ids=IDS)[:-40], "holds no token ids"),
+        (b"PK\x03\x04" + bytes(40), "holds no token ids"),
+        (arrays(input_ids=IDS, attention_mask=IDS[:, :2] * 0 + 1), "mask has shape (1, 2), expected that of tokens"),
+        (arrays(input_ids=IDS, attention_mask=IDS), "mask has dtype int64 or other values than 0 and 1"),
+        (arrays(input_ids=IDS, attention_mask=IDS * 0), "the mask leaves no token"),
+        (arrays(input_ids=IDS, attention_mask=np.array([["a"] * 3])), "mask has dtype <U1"),
+    ],
+)
+def test_files_without_token_ids_are_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes, sentence: str
+) -> None:
+    """Before any checkpoint is loaded, in a sentence that names the file."""
+    path = tmp_path / "ids.npz"
+    path.write_bytes(data)
+    monkeypatch.setattr("glm52_jax.precision.command._measured", lambda *_: pytest.fail("loaded"))
+    result = CliRunner().invoke(precision, [str(folder), str(folder), "--tokens", str(path)])
+    assert isinstance(result.exception, InputError), result.exception
+    assert str(result.exception).startswith(f"{path}: {sentence}")
+
+
+@pytest.mark.parametrize(
+    "data", [array([[5, 95]]), arrays(input_ids=IDS.astype(np.uint8)), array(np.asfortranarray(IDS))]
+)
+def test_files_with_token_ids_are_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes
+) -> None:
+    (tmp_path / "ids").write_bytes(data)
+    seen = []
+    monkeypatch.setattr("glm52_jax.precision.command._measured", lambda *given: seen.append(given) or [])
+    result = CliRunner().invoke(precision, [str(folder), "--tokens", str(tmp_path / "ids"), "--json"])
+    assert result.exit_code == 0, result.output
+    assert seen[0][2].dtype == np.int32
