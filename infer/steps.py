@@ -105,7 +105,7 @@ class StepProvider:
         page_size: rows a page of the cache.
         cache_format: how the cache keeps its rows.
         layout: how the step is divided over the devices of `mesh`; its batch axes divide `batch`.
-        mesh: None for one device.
+        mesh: of the layout's devices; None for one device, JAX's first. A plan for one device has a mesh of it.
         halves: exchange rows with experts in two halves, see `Forms.halves`.
     """
 
@@ -131,10 +131,10 @@ class StepProvider:
                 f"{self.capacity} tokens are asked for, more than max_position_embeddings "
                 f"{self.config.max_position_embeddings}"
             )
-        if (self.mesh is None) != (self.layout.devices == 1):
-            raise InputError(
-                f"layout {self.layout.name} has {self.layout.devices} devices, but there is no mesh of them"
-            )
+        found = 1 if self.mesh is None else self.mesh.devices.size
+        if found != self.layout.devices:
+            what = "there is no mesh of them" if self.mesh is None else f"the mesh has {found}"
+            raise InputError(f"layout {self.layout.name} has {self.layout.devices} devices, but {what}")
         for what, size, name in (("batch", self.batch, "batch"), ("chunk", self.chunk, "tokens")):
             if size % self.layout.parts(name):
                 raise InputError(

@@ -232,8 +232,7 @@ def accounted(asked: Request) -> Account:
     Raises:
         InputError: the layout does not divide a parameter or the chunk; drafts without an MTP layer.
     """
-    # One device needs no mesh.
-    provider = asked.provider(None if asked.layout.devices == 1 else _Abstract())
+    provider = asked.provider(_Abstract(asked.layout.devices))
     return account(asked.config, asked.layout, jax.eval_shape(provider.own_state))
 
 
@@ -241,14 +240,17 @@ class _Device:
     platform = "tpu"
 
 
+@dataclasses.dataclass(frozen=True)
 class _Abstract:
-    """Stands for a mesh where only the platform is asked for."""
+    """Stands for a mesh where only the platform and the number of devices are asked for."""
+
+    count: int
 
     @property
     def devices(self) -> Any:
         import numpy as np
 
-        return np.array([_Device()], object)
+        return np.array([_Device()] * self.count, object)
 
 
 def described(asked: Request) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm52_jax.kernels import Target
-from glm52_jax.kernels.sparse_mla import dense
+from glm52_jax.kernels.sparse_mla import dense, dense_blocks
 from glm52_jax.kernels.sparse_mla.dense_blocks import DenseBlocks, choose, cost
 from glm52_jax.kernels.sparse_mla.reference import sparse_mla_reference
 from glm52_jax.row_formats import (
@@ -39,6 +39,26 @@ FORMATS: dict[str, RowFormat] = {
     "groups in lanes": LaneRows(RANK, WIDTH - RANK, BF16, 4, lanes=8),
     "tensor": TensorRows(WIDTH, (0.3, 0.02), 16),
 }
+
+
+LANE_FORMATS: dict[str, RowFormat] = {
+    "bf16": PlainRows(576, BF16, 128),
+    "groups": LaneRows(512, 64, BF16, lanes=128),
+    "tensor": TensorRows(576, (1.0,) * 4, 128),
+}
+
+
+def on_a_device(form: RowFormat, batch: int, tokens: int, heads: int, pages: int) -> tuple:
+    """Shapes of the operands at the widths of GLM-5.2, for sequences of so many pages of 64 rows."""
+    make = jax.ShapeDtypeStruct
+    return (
+        make((batch, tokens, heads, 576), BF16),
+        jax.eval_shape(functools.partial(stack_of, form, (4, batch * pages, 64))),
+        make((), jnp.int32),
+        make((batch, pages), jnp.int32),
+        make((batch, tokens), jnp.int32),
+        make((batch, tokens, pages * 64), jnp.bool_),
+    )
 
 
 def setting(
@@ -121,6 +141,29 @@ def test_odd_shapes(data: st.DataObject) -> None:
     same(jax.jit(functools.partial(ours, blocks=blocks))(*operands), plain(*operands))
 
 
+@pytest.mark.parametrize(
+    ("name", "pages", "block"),
+    quickly(
+        [(name, *sizes) for name in ("plain", "groups in lanes") for sizes in ((1, 2), (3, 4), (3, 2), (2, 16))],
+        ("plain", 3, 4),
+        ("groups in lanes", 3, 2),
+    ),
+)
+def test_blocks_longer_than_the_sequence(monkeypatch, name: str, pages: int, block: int) -> None:
+    """Whole lanes of a short or odd number of pages reach past the last page: its neighbours' rows are not read."""
+    monkeypatch.setattr(dense_blocks, "pages_of", lambda *_: block)
+    operands = setting(FORMATS[name], 2, 2, 4, pages)
+    same(jax.jit(ours)(*operands), plain(*operands))
+
+
+def test_positions_past_the_capacity_read_nothing_past_the_table() -> None:
+    operands = setting(FORMATS["plain"], 2, 2, 4, 3)
+    operands[1] = jnp.nan_to_num(operands[1], nan=1.0, posinf=2.0)
+    operands[4] = operands[4].at[:, -1].set(4 * 3 + 5)
+    operands[5] = operands[5].at[:, -1].set(True)
+    same(jax.jit(functools.partial(ours, blocks=DenseBlocks(2, 8, 9, 8)))(*operands), plain(*operands))
+
+
 def test_nothing_to_attend_to() -> None:
     """A query of padding may hold anything; sequences without any block do not stop the copies of others."""
     operands = setting(FORMATS["plain"], 4, 2, 2, 3)
@@ -188,23 +231,28 @@ def test_tiles_are_even(tokens: int) -> None:
         assert -(-tokens // blocks.queries) * blocks.queries - tokens < blocks.queries
 
 
+@pytest.mark.parametrize(
+    ("chip", "batch", "tokens", "heads", "pages", "name"),
+    [
+        ("v5e", 1, 1, 64, 1, "bf16"),
+        ("v5p", 3, 4, 16, 3, "groups"),
+        ("v6e", 1, 960, 16, 15, "bf16"),
+        ("tpu7x", 2, 1, 64, 7, "tensor"),
+    ],
+)
+def test_compiles_for_odd_numbers_of_pages(
+    chip: str, batch: int, tokens: int, heads: int, pages: int, name: str
+) -> None:
+    """What `generate -n 24` and prompts of up to 960 tokens ask for; the grid has the others."""
+    run = functools.partial(dense.dense_mla, scale=0.0625, kv_lora_rank=512, target=Target.of(f"tpu:{chip}"))
+    step = compiled(run, on_a_device(LANE_FORMATS[name], batch, tokens, heads, pages), chip)
+    assert [kernel.name for kernel in step.program.kernels] == ["dense_mla"]
+
+
 @pytest.mark.parametrize("chip", quickly(CHIPS, "v5e", "v5p"))
 def test_compiles_without_copies(chip: str) -> None:
-    formats = {
-        "bf16": PlainRows(576, BF16, 128),
-        "groups": LaneRows(512, 64, BF16, lanes=128),
-    }
     for batch, tokens, context, name in ((8, 1, 32768, "groups"), (1, 16, 8192, "bf16")):
-        pages = context // 64
-        stack = jax.eval_shape(functools.partial(stack_of, formats[name], (4, batch * pages, 64)))
-        operands = (
-            jax.ShapeDtypeStruct((batch, tokens, 64, 576), BF16),
-            stack,
-            jax.ShapeDtypeStruct((), jnp.int32),
-            jax.ShapeDtypeStruct((batch, pages), jnp.int32),
-            jax.ShapeDtypeStruct((batch, tokens), jnp.int32),
-            jax.ShapeDtypeStruct((batch, tokens, context), jnp.bool_),
-        )
+        operands = on_a_device(LANE_FORMATS[name], batch, tokens, 64, context // 64)
         run = functools.partial(dense.dense_mla, scale=0.0625, kv_lora_rank=512, target=Target.of(f"tpu:{chip}"))
         step = compiled(run, operands, chip)
         assert any("dense_mla" in kernel.name for kernel in step.program.kernels)

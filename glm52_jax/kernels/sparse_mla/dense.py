@@ -73,7 +73,7 @@ class Plan:
         tile: queries of one.
         table: pages that a sequence has room for.
         page: rows of a page.
-        pages: of a block.
+        pages: of a block; of the last one, or of a short sequence's only one, some may not be there.
         blocks: that the longest sequence may have.
         product: queries that are multiplied together.
         chunk: keys that are multiplied together.
@@ -199,7 +199,7 @@ def attend(
     page, table = parts[0].shape[2], page_table.shape[1]
     blocks = blocks or dense_blocks.choose(target, tokens, heads, batch, page * table)
     tile = min(blocks.queries, tokens)
-    pages = max(1, min(blocks.keys // page, table))
+    pages = dense_blocks.pages_of(target, blocks, table, page)
     tiles = -(-tokens // tile)
     items, cores = batch * tiles, target.chip.cores_per_device
     plan = Plan(
@@ -220,7 +220,8 @@ def attend(
         dtype=queries.dtype,
         stored=parts[0].dtype,
     )
-    lengths = jnp.max(positions, axis=1) + 1
+    # Nothing is read past the table, whatever a caller takes for a position.
+    lengths = jnp.minimum(jnp.max(positions, axis=1) + 1, page * table)
     seen, live = _tables(plan, mask, lengths)
     scalars = (
         jnp.asarray(layer, jnp.int32).reshape(1),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from jax.experimental import pallas as pl
 
 from glm52_jax.kernels import Target
+from glm52_jax.kernels.pallas import LANES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +48,16 @@ def choose(target: Target, tokens: int, heads: int, batch: int = _SOME_ITEMS, ro
         while keys > 512 and 8 * keys > room:
             keys //= 2
     return DenseBlocks(tile, keys, rows, min(chunk, keys))
+
+
+def pages_of(target: Target, blocks: DenseBlocks, table: int, page: int) -> int:
+    """Pages of a block, for sequences of `table` pages of `page` rows.
+
+    A block of the mask is cut out of rows of positions, which a TPU keeps in whole lanes: so compiled blocks are whole
+    lanes too, and a short sequence's block may have more pages than the sequence.
+    """
+    unit = 1 if target.interpret else LANES // math.gcd(page, LANES)
+    return max(min(blocks.keys // page // unit, -(-table // unit)), 1) * unit
 
 
 def cost(
