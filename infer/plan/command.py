@@ -76,13 +76,26 @@ def plan(
     options: dict[str, Any] = {"kv": kv, "kernels": kernels, "row_copy_ns": row_copy_ns, "halves": halves}
     options |= {"chunk": chunk} if step == "prefill" else {}
     options |= {"draft_tokens": draft_tokens} if step == "verify" else {}
+    from infer.plan import sweep as several
     from infer.plan.request import request
 
+    def note(text: str) -> None:
+        screen(stderr=True, soft_wrap=True).print(f"not planned: {text}", style="yellow")
+
     slices, layouts = (topology.split(","), _layouts(layout)) if sweep else ([topology], [layout])
-    asked = [
-        request(config, one, name, step, batch=batch, context=context, **options) for one in slices for name in layouts
-    ]
-    made = _fitted(asked, fresh) if fit else [_made(one, fresh) for one in asked]
+    asked = several.each(
+        [(one, name) for one in slices for name in layouts],
+        lambda pair: request(config, *pair, step, batch=batch, context=context, **options),
+        lambda pair: f"{pair[0].strip()}, layout {pair[1].strip()}",
+        note,
+    )
+    plans = several.each(
+        asked,
+        lambda one: _fitted(one, fresh) if fit else [_made(one, fresh)],
+        lambda one: f"{one.topology.name}, layout {one.layout.name}",
+        note,
+    )
+    made = [one for some in plans for one in some]
     if plot:
         from infer.plan.report import draw
 
@@ -102,15 +115,11 @@ def _made(asked: Request, fresh: bool) -> Plan:
         return planned(asked, fresh=fresh)
 
 
-def _fitted(asked: list[Request], fresh: bool) -> list[Plan]:
-    """For each request its largest batch, then its largest context."""
+def _fitted(asked: Request, fresh: bool) -> list[Plan]:
+    """The largest batch of a request, then its largest context."""
     from infer.plan.fit import largest_batch, largest_context
 
-    found = []
-    for one in asked:
-        for largest in (largest_batch, largest_context):
-            found.append(largest(one, lambda sized: _made(sized, fresh)).plan)
-    return found
+    return [largest(asked, lambda sized: _made(sized, fresh)).plan for largest in (largest_batch, largest_context)]
 
 
 def _print(made: list[Plan], *, sweep: bool) -> None:

@@ -17,6 +17,8 @@ from infer.plan.fit import largest_batch, largest_context
 from infer.plan.plan import Plan, analytic_plan, compile_plan
 from infer.plan.plan import plan as planned_from_python
 from infer.plan.request import Request, accounted, described, request
+from sharding import chips
+from tests.kernels.quickly import quickly
 from tests.model.tiny import tiny
 from tests.needs import needs_libtpu
 
@@ -124,6 +126,60 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     result = invoke(str(tmp_path), "--topology", "v5p:4x4x4")
     assert isinstance(result.exception, InputError)
+
+
+@pytest.mark.parametrize("compiler", [True, False], ids=["libtpu", "bare"])
+def test_one_that_is_refused_does_not_end_a_sweep(compiler: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No such slice, a layout that does not divide it, one device, and what a compiler may raise."""
+
+    def compiled(asked: Request) -> Plan:
+        if asked.topology.name == "v6e:4x8":
+            raise RuntimeError("no such topology\nat libtpu.cc")
+        return analytic_plan(asked, "a test")
+
+    monkeypatch.setattr(stored, "_version", lambda name: "1" if compiler or name != "libtpu" else None)
+    monkeypatch.setattr(stored, "compile_plan", compiled)
+    slices = "v5e:1x1,v5p:4x4x5,v6e:4x8,v6e:8x8"
+    result = invoke("glm-5.2-fp8", "--topology", slices, "--context", "32k", "--sweep", "--json")
+    assert result.exception is None, result.exception
+    found = [one["request"]["topology"] for one in json.loads(result.stdout)]
+    assert found == ["v5e:1x1", *([] if compiler else ["v6e:4x8"]), "v6e:8x8"]
+    assert "not planned: v5p:4x4x5, layout throughput: topology 'v5p:4x4x5': no slice of v5p" in result.stderr
+    if compiler:
+        assert "not planned: v6e:4x8, layout throughput: RuntimeError: no such topology\n" in result.stderr
+
+
+def test_a_sweep_of_nothing_but_refusals_is_the_first_of_them() -> None:
+    result = invoke("glm-5.2-fp8", "--topology", "v5p:4x4x5,v6e:3x3", "--sweep")
+    assert isinstance(result.exception, InputError)
+    assert "v5p:4x4x5" in str(result.exception)
+
+
+@pytest.mark.parametrize("chip", quickly(chips.CHIPS, "v5e", "v5p", "v6e"))
+def test_every_listed_slice_can_be_asked_for(chip: str) -> None:
+    """And is accounted for, or refused in a sentence where the model cannot be divided among so many devices."""
+    for shape in chips.slice_shapes(chip):
+        name = f"{chip}:{'x'.join(map(str, shape))}"
+        refusal = ""
+        try:
+            asked = request(SMALL, name, batch=2, context=192)
+        except InputError as error:
+            refusal = str(error)
+        assert "\n" not in refusal
+        if not refusal:
+            assert asked.layout.devices == asked.topology.device_count
+            assert accounted(asked).total > 0
+
+
+@needs_libtpu
+@pytest.mark.parametrize("options", [{"batch": 2, "context": 192}, {"step": "prefill", "chunk": 64, "context": 64}])
+def test_a_slice_of_one_device_is_compiled(options: dict[str, Any]) -> None:
+    """Its caches are those of a TPU, in whole lanes, though JAX's own device is a CPU."""
+    asked = request(SMALL, "v5e:1x1", **options)
+    made = compile_plan(asked)
+    assert made.fits
+    assert {kernel["name"] for kernel in made.kernels} >= {"cache_write", "dense_mla", "experts_few"}
+    assert 0 <= made.memory["arguments"] - made.account.total < 0.01 * made.account.total
 
 
 def test_lists_of_layouts() -> None:
