@@ -81,11 +81,16 @@ def convert(
 
     settings = Settings(dtype, quantize, _layers(layers), without_mtp, chunk_size)
     part, unit_bytes = _process(process), unit_size or conversion.UNIT_BYTES
+    options = ["--unit-size", str(unit_size)] if unit_size else []
     with opened(source) as checkpoint:
-        _convert(conversion.plan(checkpoint, destination, settings), jobs, part, unit_bytes)
+        _convert(conversion.plan(checkpoint, destination, settings), jobs, part, unit_bytes, [*options, *_given(jobs)])
 
 
-def _convert(planned: Plan, jobs: int, process: tuple[int, int], unit_bytes: int) -> None:
+def _given(jobs: int) -> list[str]:
+    return ["--jobs", str(jobs)] if jobs != _JOBS else []
+
+
+def _convert(planned: Plan, jobs: int, process: tuple[int, int], unit_bytes: int, options: Sequence[str]) -> None:
     from glm52_jax.checkpoint.convert import convert
 
     console = screen(stderr=True, soft_wrap=True)
@@ -97,7 +102,9 @@ def _convert(planned: Plan, jobs: int, process: tuple[int, int], unit_bytes: int
         f"{planned.memory_bound(jobs) / 2**20:,.0f} MiB of anonymous memory"
     )
     with progressing(console, "converting") as meter:
-        result = convert(planned, jobs=jobs, process=process, unit_bytes=unit_bytes, meter=meter)
+        result = convert(planned, jobs=jobs, process=process, unit_bytes=unit_bytes, meter=meter, options=options)
+    for note in result.notes:
+        console.print(note, style="yellow", markup=False)
     if result.account.bytes:
         console.print(result.account.line())
     if result.left:
@@ -160,7 +167,9 @@ def export(
         f"{planned.memory_bound(jobs) / 2**20:,.0f} MiB of anonymous memory"
     )
     with progressing(console, "exporting") as meter:
-        account = exporting.export(planned, jobs=jobs, meter=meter)
+        account = exporting.export(planned, jobs=jobs, meter=meter, options=_given(jobs))
+    for note in account.notes:
+        console.print(note, style="yellow", markup=False)
     console.print(account.line())
     console.print(f"{destination}: finished")
 

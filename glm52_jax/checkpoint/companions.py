@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
+from glm52_jax import files
 from glm52_jax.checkpoint.manifest import MANIFEST
 from glm52_jax.checkpoint.published import INDEX_FILE
 
@@ -13,8 +15,29 @@ _OTHERS = ("config.json", INDEX_FILE, MANIFEST)
 
 
 def companions(folder: Path) -> list[Path]:
-    """Every file of a checkpoint folder that is copied as it is, sorted by name."""
-    return sorted(path for path in folder.iterdir() if path.is_file() and is_companion(path.name, path.stat().st_size))
+    """Every file of a checkpoint folder that is copied as it is, sorted by name.
+
+    Raises:
+        InputError: one of them is a link that leads nowhere, or cannot be read.
+    """
+    files.refuse_dead_links(folder, _SUFFIXES)
+    found = []
+    with files.reading(folder):
+        for path in sorted(folder.iterdir()):
+            if path.is_file() and is_companion(path.name, path.stat().st_size):
+                with files.reading(path), path.open("rb") as file:
+                    file.read(1)
+                found.append(path)
+    return found
+
+
+def small_files(beside: Iterable[Path], config: str) -> dict[str, bytes]:
+    """What is written beside the weights, by name: files that are copied, and the config."""
+    copied = {}
+    for path in beside:
+        with files.reading(path):
+            copied[path.name] = path.read_bytes()
+    return copied | {"config.json": config.encode()}
 
 
 def is_companion(name: str, size: int) -> bool:

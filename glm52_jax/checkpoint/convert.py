@@ -7,24 +7,28 @@ The last process finds everything noted, writes what is no chunk, and the manife
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
+import os
 import shutil
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from glm52_jax.checkpoint.companions import companions
-from glm52_jax.checkpoint.manifest import MANIFEST, Manifest, Record
-from glm52_jax.checkpoint.settings import Settings, changes, checked, pieces, target_config, target_json
+from glm52_jax import files
+from glm52_jax.checkpoint.companions import companions, small_files
+from glm52_jax.checkpoint.manifest import HEAD, MANIFEST, Manifest, Record
+from glm52_jax.checkpoint.settings import Settings, changes, checked, command_line, pieces, target_config, target_json
 from glm52_jax.checkpoint.sizes import short_size
 from glm52_jax.checkpoint.sources import Checkpoint, open_checkpoint
-from glm52_jax.checkpoint.store import Leaf, leaf_of, leaves, params_folder, store_files
-from glm52_jax.checkpoint.transform import WORKER_BYTES, Output, Piece, values
-from glm52_jax.checkpoint.work_folder import Journal, WorkFolder, flush_to_disk
+from glm52_jax.checkpoint.store import PARAMS, Leaf, leaf_of, leaves, params_folder, store_files
+from glm52_jax.checkpoint.transform import WORKER_BYTES, Output, Piece, Tally, values
+from glm52_jax.checkpoint.value_checks import Counts, sentences
+from glm52_jax.checkpoint.work_folder import PART, Journal, WorkFolder
 from glm52_jax.checkpoint.workers import Account, Meter, Pulse, run, unwritable
 from glm52_jax.config import ModelConfig, read_json
 from glm52_jax.config_json import shown
@@ -46,6 +50,7 @@ class Plan:
         pieces: everything to write, by all processes.
         leaves: the arrays that hold it.
         notes: sentences a user should read before it starts.
+        beside: files of the source that are copied as they are.
     """
 
     source: Checkpoint
@@ -56,6 +61,7 @@ class Plan:
     config_text: str
     manifest: Manifest
     notes: tuple[str, ...]
+    beside: tuple[Path, ...]
 
     @property
     def outputs(self) -> dict[str, tuple[Piece, Output]]:
@@ -66,20 +72,32 @@ class Plan:
     def bytes(self) -> int:
         return sum(p.bytes for p in self.pieces)
 
+    def files(self, name: str) -> list[str]:
+        """Paths within `params` of the chunks of a tensor."""
+        leaf, expert = leaf_of(name)
+        return self.leaves[leaf].files(expert)
+
     def memory_bound(self, jobs: int) -> int:
         """Anonymous memory that the conversion stays under; it grows with the number of tensors, not their bytes."""
         return memory_bound(self.source, self.pieces, jobs)
 
-    def command(self) -> str:
-        return f"glm52 convert {self.source.name} {self.destination}{self.settings.options()}"
+    def command(self, options: Sequence[str] = ()) -> str:
+        """What goes on with it, as a shell takes it; `options` are those that do not change the result."""
+        return command_line("convert", self.source.name, self.destination, [*self.settings.options(), *options])
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What one process did; `left` tensors are still to be done by others, and the checkpoint is then not finished."""
+    """What one process did.
+
+    Attributes:
+        left: tensors still to be done by others; the checkpoint is then not finished.
+        notes: sentences on the values, of a finished one.
+    """
 
     account: Account
     left: int
+    notes: tuple[str, ...] = ()
 
 
 def memory_bound(source: Checkpoint, work: Sequence[Piece], jobs: int) -> int:
@@ -99,27 +117,28 @@ def plan(source: str | Path | Checkpoint, destination: str | Path, settings: Set
     opened = open_checkpoint(source) if isinstance(source, str | Path) else source
     folder = Path(destination)
     refuse_nested(opened.folder, folder)
-    _refuse_occupied(folder)
     config = ModelConfig.from_folder(opened.folder)
     contents = checked(opened, config, settings)
     work = tuple(pieces(opened, contents, settings))
     target = target_config(contents, settings, list(work))
     raw = read_json(opened.folder / "config.json")
     edited = target_json(raw, config, target)
-    text = config_text(opened, edited)
     notes = (*contents.notes, *changes(list(work)))
-    files = {file: _file_size(opened, file) for file in sorted({p.file for p in work})}
+    sizes = {file: _file_size(opened, file) for file in sorted({p.file for p in work})}
     stored = {o.name: (o.dtype, o.shape) for p in work for o in p.outputs}
-    return Plan(
+    planned = Plan(
         opened,
         folder,
         settings,
         work,
         leaves(stored, settings.chunk_bytes),
-        text,
-        Manifest(settings.as_json(), files, dict(sorted(contents.ignored.items())), notes, {}),
+        config_text(opened, edited),
+        Manifest(settings.as_json(), sizes, dict(sorted(contents.ignored.items())), notes, {}),
         notes,
+        tuple(companions(opened.folder)),
     )
+    _refuse_occupied(planned)
+    return planned
 
 
 def convert(
@@ -129,6 +148,7 @@ def convert(
     process: tuple[int, int] = (1, 1),
     unit_bytes: int = UNIT_BYTES,
     meter: Callable[[int, int], Meter] | None = None,
+    options: Sequence[str] = (),
 ) -> Result:
     """Carries out a plan, or the part of it that is left.
 
@@ -137,41 +157,63 @@ def convert(
         process: number and count of the processes that share the work, from (1, 1) on.
         unit_bytes: how much a unit writes.
         meter: called with the bytes that this process has to write and those that are done; told of the rest.
+        options: of the command that do not change the result, for the sentence on how to go on.
 
     Raises:
-        InputError: other settings than those it was begun with; the disk is full; the source can no longer be read.
+        InputError: other settings than those it was begun with; the destination cannot be written or flushed; the
+            source can no longer be read; a value has no form in the target; Orbax does not read the result.
     """
     work = WorkFolder(planned.destination)
     try:
-        if _is_finished(planned):
-            return Result(Account(), 0)
-        work.begin(_identity(planned), planned.command())
-        if _is_finished(planned):  # by another process, in between
-            return Result(Account(), 0)
-        number, count = process
-        who = f"process-{number}-of-{count}"
-        with work.taking_part(who) as journal:
-            mine = _share(planned.pieces, number, count)
-            left = _undone(planned, mine, work)
-            size, rest = sum(p.bytes for p in mine), sum(p.bytes for p in left)
-            _refuse_too_little_room(planned.destination, rest)
-            writer = _Writer(planned, work, journal, who)
-            account = run(
-                _units(left, unit_bytes),
-                writer.unit,
-                jobs=jobs,
-                destination=planned.destination,
-                meter=meter(size, size - rest) if meter else None,
-            )
-        with work.finishing():
-            remaining = 0 if _is_finished(planned) else len(_undone(planned, planned.pieces, work))
-            if not remaining and not _is_finished(planned):
-                _finish(planned, work)
+        finished = _finished(planned)
+        if finished is not None:
+            return Result(Account(), 0, sentences_of(finished))
+        work.begin(_identity(planned), planned.command(options))
+        return _carry_out(planned, work, jobs, process, unit_bytes, meter)
     except OSError as error:
-        if (planned.destination / MANIFEST).exists():  # another process finished it and cleared up
-            return Result(Account(), 0)
-        raise unwritable(planned.destination, error) from None
-    return Result(account, remaining)
+        with files.writing(planned.destination):
+            gone = isinstance(error, FileNotFoundError) and not work.exists
+            finished = _finished(planned) if gone else None
+        if finished is None:
+            raise unwritable(planned.destination, error) from None
+        return Result(Account(), 0, sentences_of(finished))  # another process finished it and cleared up
+
+
+def _carry_out(
+    planned: Plan,
+    work: WorkFolder,
+    jobs: int,
+    process: tuple[int, int],
+    unit_bytes: int,
+    meter: Callable[[int, int], Meter] | None,
+) -> Result:
+    number, count = process
+    who = f"process-{number}-of-{count}"
+    with work.taking_part(who) as journal:
+        mine = _share(planned.pieces, number, count)
+        left = _undone(planned, mine, work.done())
+        size, rest = sum(p.bytes for p in mine), sum(p.bytes for p in left)
+        refuse_too_little_room(planned.destination, rest)
+        writer = _Writer(planned, work, journal, who)
+        account = run(
+            _units(left, unit_bytes),
+            writer.unit,
+            jobs=jobs,
+            destination=planned.destination,
+            meter=meter(size, size - rest) if meter else None,
+        )
+    with work.finishing():
+        done = work.done()
+        remaining = len(_undone(planned, planned.pieces, done))
+        finished = _finished(planned)  # by another process, which then took away what is noted as done
+        if finished is None and not remaining:
+            finished = _finish(planned, work, done)
+    return Result(account, 0, sentences_of(finished)) if finished else Result(account, remaining)
+
+
+def sentences_of(manifest: Manifest) -> tuple[str, ...]:
+    """What a user should know of the values of a converted checkpoint."""
+    return tuple(sentences({name: record.counts for name, record in manifest.tensors.items()}))
 
 
 class _Writer:
@@ -183,18 +225,19 @@ class _Writer:
         self.lock = threading.Lock()
 
     def unit(self, unit: Sequence[Piece], pulse: Pulse) -> None:
-        checksums: dict[str, str] = {}
+        noted: dict[str, Any] = {}
         written: list[Path] = []
         for piece in unit:
-            checksums |= self._piece(piece, pulse, written)
-        flush_to_disk(written)
+            noted |= self._piece(piece, pulse, written)
+        files.sync(written)
         with self.lock:
-            self.journal.add(checksums)
+            self.journal.add(noted)
 
-    def _piece(self, piece: Piece, pulse: Pulse, written: list[Path]) -> dict[str, str]:
-        chunks = [_Chunks(self, output) for output in piece.outputs]
+    def _piece(self, piece: Piece, pulse: Pulse, written: list[Path]) -> dict[str, Any]:
+        """What is to be noted of a piece's tensors: their checksums, and what is wrong with their values."""
+        chunks, tally = [_Chunks(self, output) for output in piece.outputs], Tally()
         try:
-            for number, part in values(self.planned.source, piece):
+            for number, part in values(self.planned.source, piece, tally):
                 chunks[number].write(part)
                 pulse(len(part))
         finally:
@@ -203,7 +246,10 @@ class _Writer:
         for chunk in chunks:
             assert chunk.done == chunk.output.bytes, chunk.output.name
             written += chunk.files
-        return {chunk.output.name: f"{chunk.crc:08x}" for chunk in chunks}
+        return {
+            chunk.output.name: {"crc32": f"{chunk.crc:08x}"} | tally.of(number).as_json()
+            for number, chunk in enumerate(chunks)
+        }
 
 
 class _Chunks:
@@ -231,7 +277,7 @@ class _Chunks:
                 self.close()
                 path = self.files[self.done // size - 1]
                 path.parent.mkdir(parents=True, exist_ok=True)
-                self.part.replace(path)
+                files.move(self.part, path)
 
     def close(self) -> None:
         if self.file is not None:
@@ -241,6 +287,7 @@ class _Chunks:
 
 def refuse_nested(source: Path, destination: Path) -> None:
     """A result within its own source, or around it, would be taken for a part of it."""
+    files.is_there(destination)  # a link that leads nowhere leads to no folder
     inner, outer = destination.resolve(), source.resolve()
     if inner == outer:
         raise InputError(f"{destination}: is the source itself, expected another folder")
@@ -257,29 +304,61 @@ def config_text(source: Checkpoint, edited: dict[str, Any] | None) -> str:
     return json.dumps(edited, indent=2) + "\n"
 
 
-def _refuse_occupied(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder}: is a file, expected a folder to write to")
-    if folder.is_dir() and not WorkFolder(folder).exists and not (folder / MANIFEST).exists():
-        other = next(
-            (entry.name for entry in sorted(folder.iterdir()) if entry.name != WorkFolder(folder).path.name), None
+def _small_files(planned: Plan) -> dict[str, bytes]:
+    return small_files(planned.beside, planned.config_text)
+
+
+def _refuse_occupied(planned: Plan) -> None:
+    """Refuses a destination with anything in it that this conversion, or one like it, did not write."""
+    folder = planned.destination
+    work = WorkFolder(folder)
+    if not files.is_there(folder / MANIFEST) or work.exists:
+        work.refuse_others(
+            "an unfinished conversion",
+            _identity(planned),
+            lambda: _small_files(planned) | dict.fromkeys((PARAMS, MANIFEST)),
         )
-        if other is not None:
-            raise InputError(f"{folder}: is not empty ({other}), expected a new folder or an unfinished conversion")
+        if work.exists:
+            _refuse_foreign_chunks(planned)
 
 
-def _refuse_too_little_room(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
+def _refuse_foreign_chunks(planned: Plan) -> None:
+    """Refuses links and files in `params` that are not of the arrays that are written there."""
+    root = params_folder(planned.destination)
+    texts = {f"{leaf}/zarr.json" for leaf in planned.leaves} | {"_METADATA", "_CHECKPOINT_METADATA"}
+    chunks = {file for name in planned.outputs for file in planned.files(name)}
+    waiting = [root] if files.is_there(root) else []
+    while waiting:
+        folder = waiting.pop()
+        with files.reading(folder), os.scandir(folder) as entries:
+            for entry in entries:
+                path = Path(entry.path).relative_to(root).as_posix()
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(folder / entry.name)
+                elif entry.is_symlink() or not (path in chunks or path in texts or PART.fullmatch(entry.name)):
+                    raise InputError(
+                        f"{folder}: holds {entry.name} beside an unfinished conversion, which did not write it; "
+                        "move it away to go on"
+                    )
+
+
+def refuse_too_little_room(folder: Path, needed: int) -> None:
+    """Refuses a disk that says that so many bytes have no room on it."""
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError:  # some mounts do not say
+        return
+    if usage.total and usage.free < needed:
         raise InputError(
-            f"{folder}: the disk has {short_size(free)} free, expected {short_size(needed)} for what is left"
+            f"{folder}: the disk has {short_size(usage.free)} free, expected {short_size(needed)} for what is left"
         )
 
 
-def _is_finished(planned: Plan) -> bool:
-    """Whether the destination is finished; one with other settings is refused."""
-    if not (planned.destination / MANIFEST).exists():
-        return False
+def _finished(planned: Plan) -> Manifest | None:
+    """The manifest of a destination that is finished; one with other settings is refused."""
+    path, work = planned.destination / MANIFEST, WorkFolder(planned.destination)
+    if not files.is_there(path) or (work.exists and not _is_whole(path)):
+        return None
     begun, asked = Manifest.read(planned.destination), planned.manifest
     for what, found, wanted in (
         *((name, begun.settings.get(name), value) for name, value in asked.settings.items()),
@@ -290,8 +369,16 @@ def _is_finished(planned: Plan) -> bool:
                 f"{planned.destination}: is finished with {what} {shown(found)}, and now it is {shown(wanted)}; "
                 "expected a new folder"
             )
-    WorkFolder(planned.destination).remove()
-    return True
+    if work.exists:  # a process was stopped between the two
+        files.sync([path, planned.destination])
+        work.remove()
+    return begun
+
+
+def _is_whole(manifest: Path) -> bool:
+    """Whether a manifest is not the beginning of one: where files cannot be renamed, a copy can be stopped."""
+    data = manifest.read_bytes()
+    return not data.startswith(HEAD[: len(data)]) or data.endswith(b"}\n }\n}\n")
 
 
 def _identity(planned: Plan) -> dict[str, object]:
@@ -311,8 +398,8 @@ def _share(work: Sequence[Piece], number: int, count: int) -> list[Piece]:
     return mine
 
 
-def _undone(planned: Plan, work: Sequence[Piece], folder: WorkFolder) -> list[Piece]:
-    done, root = folder.done(), params_folder(planned.destination)
+def _undone(planned: Plan, work: Sequence[Piece], done: Mapping[str, Any]) -> list[Piece]:
+    root = params_folder(planned.destination)
 
     def is_done(output: Output) -> bool:
         leaf, expert = leaf_of(output.name)
@@ -339,26 +426,30 @@ def _units(work: Sequence[Piece], unit_bytes: int) -> list[list[Piece]]:
     return units
 
 
-def _finish(planned: Plan, work: WorkFolder) -> None:
-    """Everything but the chunks, flushed; then the manifest, which makes it a checkpoint."""
+def _finish(planned: Plan, work: WorkFolder, done: Mapping[str, Any]) -> Manifest:
+    """Everything but the chunks, flushed and read by Orbax; then the manifest, which makes it a checkpoint."""
     root, folder = params_folder(planned.destination), planned.destination
-    written: list[Path] = []
     texts = [(root / path, text.encode()) for path, text in store_files(planned.leaves.values())]
-    texts += [(folder / path.name, path.read_bytes()) for path in companions(planned.source.folder)]
-    texts += [(folder / "config.json", planned.config_text.encode())]
+    texts += [(folder / name, data) for name, data in _small_files(planned).items()]
     for path, data in texts:
         work.write(path, data)
-        written.append(path)
-    flush_to_disk(written)
-    checksums = work.done()
-    tensors = {
-        name: Record(p.file, output.source_dtype, output.dtype, output.shape, checksums[name])
-        for name, (p, output) in planned.outputs.items()
-    }
+    files.sync({path.parent for path, _ in texts})
+    tensors = {}
+    for name, (p, output) in planned.outputs.items():
+        noted = dict(done[name])
+        crc = noted.pop("crc32")
+        tensors[name] = Record(p.file, output.source_dtype, output.dtype, output.shape, crc, Counts(**noted))
     manifest = dataclasses.replace(planned.manifest, tensors=tensors)
+    manifest = dataclasses.replace(manifest, notes=(*manifest.notes, *sentences_of(manifest)))
     work.write(folder / MANIFEST, manifest.text().encode())
-    flush_to_disk([folder / MANIFEST, folder])
+    try:
+        files.sync([folder])
+    except OSError:
+        with contextlib.suppress(OSError):  # its name may not last, so it is not finished
+            (folder / MANIFEST).unlink()
+        raise
     work.remove()
+    return manifest
 
 
 def _file_size(source: Checkpoint, file: str) -> int:

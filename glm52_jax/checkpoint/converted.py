@@ -15,7 +15,7 @@ import numpy as np
 from glm52_jax.checkpoint.last_file import LastFile
 from glm52_jax.checkpoint.manifest import MANIFEST, Manifest
 from glm52_jax.checkpoint.published import PublishedCheckpoint
-from glm52_jax.checkpoint.safetensors_file import DTYPES, Entry
+from glm52_jax.checkpoint.safetensors_file import DTYPES, Entry, mapped
 from glm52_jax.checkpoint.store import CHUNK_BYTES, PARAMS, Leaf, leaf_of, leaves, params_folder
 from glm52_jax.checkpoint.work_folder import WorkFolder
 from glm52_jax.config import ModelConfig, read_json
@@ -79,10 +79,7 @@ class ConvertedCheckpoint(PublishedCheckpoint):
         dtype = DTYPES[entry.dtype]
         files = self.files(name)
         if len(files) == 1 and entry.stop:
-            try:
-                return np.memmap(files[0], dtype, "r", shape=entry.shape)
-            except (OSError, ValueError) as error:
-                raise InputError(f"{files[0]}: can no longer be read ({error})") from None
+            return mapped(files[0], dtype).reshape(entry.shape)
         whole = np.empty(entry.shape, dtype)
         self.pread(name, 0, whole.reshape(-1).view(np.uint8).data)
         return whole

@@ -13,15 +13,17 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from glm52_jax.checkpoint.companions import companions
-from glm52_jax.checkpoint.convert import config_text, memory_bound, refuse_nested
+from glm52_jax import files
+from glm52_jax.checkpoint.companions import companions, small_files
+from glm52_jax.checkpoint.convert import config_text, memory_bound, refuse_nested, refuse_too_little_room
 from glm52_jax.checkpoint.converted import ConvertedCheckpoint
 from glm52_jax.checkpoint.published import CODES, INDEX_FILE, SINGLE_FILE, fused_name
 from glm52_jax.checkpoint.safetensors_file import DTYPES, SafetensorsFile, file_layout
-from glm52_jax.checkpoint.settings import Settings, changes, checked, pieces, target_config, target_json
+from glm52_jax.checkpoint.settings import Settings, changes, checked, command_line, pieces, target_config, target_json
 from glm52_jax.checkpoint.sources import Checkpoint, open_checkpoint
-from glm52_jax.checkpoint.transform import Piece, values
-from glm52_jax.checkpoint.work_folder import WorkFolder, flush_to_disk
+from glm52_jax.checkpoint.transform import Piece, Tally, values
+from glm52_jax.checkpoint.value_checks import Counts, sentences
+from glm52_jax.checkpoint.work_folder import Journal, WorkFolder
 from glm52_jax.checkpoint.workers import Account, Meter, Pulse, run, unwritable
 from glm52_jax.config import ModelConfig, read_json
 from glm52_jax.errors import InputError
@@ -76,6 +78,7 @@ class Plan:
     shards: tuple[Shard, ...]
     config_text: str
     notes: tuple[str, ...]
+    beside: tuple[Path, ...]
 
     @property
     def bytes(self) -> int:
@@ -91,10 +94,11 @@ class Plan:
             self.source, [p for shard in self.shards for group in shard.groups for p, _ in group.pieces], jobs
         )
 
-    def command(self) -> str:
-        fused = " --fused-experts" * self.fused_experts
-        size = f" --shard-size {self.shard_bytes}" if self.shard_bytes != SHARD_BYTES else ""
-        return f"glm52 export {self.source.name} {self.destination}{self.settings.options()}{size}{fused}"
+    def command(self, options: Sequence[str] = ()) -> str:
+        """What goes on with it, as a shell takes it; `options` are those that do not change the result."""
+        own = ["--shard-size", str(self.shard_bytes)] if self.shard_bytes != SHARD_BYTES else []
+        own += ["--fused-experts"] * self.fused_experts
+        return command_line("export", self.source.name, self.destination, [*self.settings.options(), *own, *options])
 
 
 def plan(
@@ -113,7 +117,6 @@ def plan(
     opened = open_checkpoint(source) if isinstance(source, str | Path) else source
     folder = Path(destination)
     refuse_nested(opened.folder, folder)
-    _refuse_occupied(folder)
     config = ModelConfig.from_folder(opened.folder)
     contents = checked(opened, config, settings)
     work = pieces(opened, contents, settings)
@@ -121,7 +124,7 @@ def plan(
     edited = target_json(read_json(opened.folder / "config.json"), config, target)
     earlier = list(opened.manifest.notes) if isinstance(opened, ConvertedCheckpoint) else []
     groups = _groups(work, target, fused_experts)
-    return Plan(
+    planned = Plan(
         opened,
         folder,
         settings,
@@ -130,22 +133,42 @@ def plan(
         _shards(groups, shard_bytes),
         config_text(opened, edited),
         (*contents.notes, *(f"in the conversion: {note}" for note in earlier), *changes(work)),
+        tuple(companions(opened.folder)),
     )
+    names = [shard.file for shard in planned.shards]
+    WorkFolder(folder).refuse_others(
+        "an unfinished export", _identity(planned), lambda: _small_files(planned) | dict.fromkeys(names)
+    )
+    return planned
 
 
-def export(planned: Plan, *, jobs: int = 2, meter: Callable[[int, int], Meter] | None = None) -> Account:
+def export(
+    planned: Plan,
+    *,
+    jobs: int = 2,
+    meter: Callable[[int, int], Meter] | None = None,
+    options: Sequence[str] = (),
+) -> Account:
     """Carries out a plan, or what is left of it.
 
+    Args:
+        options: of the command that do not change the result, for the sentence on how to go on.
+
+    Returns:
+        What it took; its `notes` are sentences on the values.
+
     Raises:
-        InputError: other settings than those it was begun with; the disk is full; the source can no longer be read.
+        InputError: other settings than those it was begun with; the destination cannot be written or flushed; the
+            source can no longer be read; a value has no form in the target.
     """
     work = WorkFolder(planned.destination)
     try:
-        work.begin(_identity(planned), planned.command())
-        with work.taking_part("export"):
+        work.begin(_identity(planned), planned.command(options))
+        with work.taking_part("export") as journal:
             left = [shard for shard in planned.shards if not _is_there(planned.destination / shard.file, shard)]
             rest = sum(shard.bytes for shard in left)
-            writer = _Writer(planned, work)
+            refuse_too_little_room(planned.destination, rest)
+            writer = _Writer(planned, work, journal)
             account = run(
                 left,
                 writer.shard,
@@ -153,6 +176,7 @@ def export(planned: Plan, *, jobs: int = 2, meter: Callable[[int, int], Meter] |
                 destination=planned.destination,
                 meter=meter(planned.bytes, planned.bytes - rest) if meter else None,
             )
+            account.notes = tuple(sentences({name: Counts(**noted) for name, noted in work.done().items()}))
             _finish(planned, work)
     except OSError as error:
         raise unwritable(planned.destination, error) from None
@@ -162,34 +186,34 @@ def export(planned: Plan, *, jobs: int = 2, meter: Callable[[int, int], Meter] |
 class _Writer:
     """Writes shards."""
 
-    def __init__(self, planned: Plan, work: WorkFolder):
-        self.planned, self.work = planned, work
+    def __init__(self, planned: Plan, work: WorkFolder, journal: Journal):
+        self.planned, self.work, self.journal = planned, work, journal
+        self.lock = threading.Lock()
 
     def shard(self, shard: Shard, pulse: Pulse) -> None:
         header, starts = file_layout({name: (DTYPES[dtype], shape) for name, (dtype, shape) in shard.tensors.items()})
-        part = self.work.temporary(f"{threading.get_native_id()}")
+        part = self.work.temporary(f"export-{threading.get_native_id()}")
+        counts: dict[str, Counts] = {}
         with part.open("wb", buffering=0) as file:
             file.write(header)
             for group in shard.groups:
                 for p, names in group.pieces:
-                    for number, data in values(self.planned.source, p):
+                    tally = Tally()
+                    for number, data in values(self.planned.source, p, tally):
                         name, count = names[number], len(data)
                         file.seek(starts[name])
                         while data:
                             data = data[file.write(data) :]
                         starts[name] += count
                         pulse(count)
-        flush_to_disk([part])
-        part.replace(self.planned.destination / shard.file)
-
-
-def _refuse_occupied(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder}: is a file, expected a folder to write to")
-    if folder.is_dir() and not WorkFolder(folder).exists:
-        other = next((e.name for e in sorted(folder.iterdir()) if e.name != WorkFolder(folder).path.name), None)
-        if other is not None:
-            raise InputError(f"{folder}: is not empty ({other}), expected a new folder or an unfinished export")
+                    for number, name in enumerate(names):
+                        counts[name] = counts.get(name, Counts()) + tally.of(number)
+        files.sync([part])
+        noted = {name: found for name, count in counts.items() if (found := count.as_json())}
+        if noted:  # before the shard is there, which is then not done again
+            with self.lock:
+                self.journal.add(noted)
+        files.move(part, self.planned.destination / shard.file)
 
 
 def _groups(work: Sequence[Piece], target: ModelConfig, fused: bool) -> list[_Group]:
@@ -257,23 +281,30 @@ def _identity(planned: Plan) -> dict[str, object]:
 
 
 def _is_there(path: Path, shard: Shard) -> bool:
-    if not path.exists():
+    """Whether a shard is there, which has its name only when it is whole."""
+    if not files.is_there(path):
         return False
     entries = SafetensorsFile(path).entries
-    return {name: (entry.dtype, entry.shape) for name, entry in entries.items()} == shard.tensors
+    if {name: (entry.dtype, entry.shape) for name, entry in entries.items()} != shard.tensors:
+        raise InputError(f"{path}: holds other tensors than this export writes there; move it away to go on")
+    return True
+
+
+def _small_files(planned: Plan) -> dict[str, bytes]:
+    """Everything but the shards; the config last."""
+    found: dict[str, bytes] = {}
+    if len(planned.shards) > 1:
+        weight_map = {name: shard.file for shard in planned.shards for name in shard.tensors}
+        found[INDEX_FILE] = _json(
+            {"metadata": {"total_size": planned.bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        )
+    return found | small_files(planned.beside, planned.config_text)
 
 
 def _finish(planned: Plan, work: WorkFolder) -> None:
-    folder, written = planned.destination, []
-    if len(planned.shards) > 1:
-        weight_map = {name: shard.file for shard in planned.shards for name in shard.tensors}
-        index = {"metadata": {"total_size": planned.bytes}, "weight_map": dict(sorted(weight_map.items()))}
-        written.append((INDEX_FILE, _json(index)))
-    written += [(path.name, path.read_bytes()) for path in companions(planned.source.folder)]
-    written.append(("config.json", planned.config_text.encode()))
-    for name, data in written:
-        work.write(folder / name, data)
-    flush_to_disk([*(folder / name for name, _ in written), folder])
+    for name, data in _small_files(planned).items():
+        work.write(planned.destination / name, data)
+    files.sync([planned.destination])
     work.remove()
 
 

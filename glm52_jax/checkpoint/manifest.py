@@ -12,12 +12,15 @@ from typing import Any
 
 from glm52_jax.checkpoint.safetensors_file import DTYPES, tensor_bytes
 from glm52_jax.checkpoint.store import STORED_TYPES
+from glm52_jax.checkpoint.value_checks import Counts
 from glm52_jax.config import read_json
 from glm52_jax.config_json import shown
 from glm52_jax.errors import InputError
 
 MANIFEST = "manifest.json"
 _FORMAT, _VERSION = "glm52-orbax", 1
+HEAD = json.dumps({"format": _FORMAT}, indent=1)[:-2].encode()
+"""How the file begins."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Record:
         dtype: its type in the store.
         shape: of the published tensor.
         crc32: of its values in the store, little endian, in row order; eight hexadecimal digits.
+        counts: of values that are not finite, or became zero; in the file only where there are any.
     """
 
     file: str
@@ -37,10 +41,16 @@ class Record:
     dtype: str
     shape: tuple[int, ...]
     crc32: str
+    counts: Counts = dataclasses.field(default_factory=Counts)
 
     @property
     def bytes(self) -> int:
         return tensor_bytes(DTYPES[self.dtype], self.shape)
+
+    def as_json(self) -> dict[str, Any]:
+        raw = {name: getattr(self, name) for name in ("file", "source_dtype", "dtype", "shape", "crc32")}
+        counts = self.counts.as_json()
+        return raw | ({"counts": counts} if counts else {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +87,7 @@ class Manifest:
             "total_size": self.total_bytes,
         }
         lines = [
-            f"  {json.dumps(name)}: {json.dumps(dataclasses.asdict(record))}"
-            for name, record in sorted(self.tensors.items())
+            f"  {json.dumps(name)}: {json.dumps(record.as_json())}" for name, record in sorted(self.tensors.items())
         ]
         return json.dumps(head, indent=1)[:-2] + ',\n "tensors": {\n' + ",\n".join(lines) + "\n }\n}\n"
 
@@ -106,7 +115,14 @@ class Manifest:
 
 def _record(fields: dict[str, Any]) -> Record:
     shape = tuple(int(n) for n in fields["shape"])
-    record = Record(fields["file"], fields["source_dtype"], fields["dtype"], shape, fields["crc32"])
+    record = Record(
+        fields["file"],
+        fields["source_dtype"],
+        fields["dtype"],
+        shape,
+        fields["crc32"],
+        Counts(**fields.get("counts", {})),
+    )
     if record.dtype not in STORED_TYPES:
         raise ValueError(f"dtype {record.dtype}")
     int(record.crc32, 16)

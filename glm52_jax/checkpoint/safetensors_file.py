@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 
 from glm52_jax.config_json import shown, without_duplicates
 from glm52_jax.errors import InputError
+from glm52_jax.files import dead_link, reading, whole_file
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
@@ -65,20 +65,26 @@ class SafetensorsFile:
     def read(self, name: str) -> np.ndarray:
         """The tensor as a read-only view of the mapped file."""
         if self._data is None:
-            try:
-                self._data = np.memmap(self.path, np.uint8, "r")
-            except (OSError, ValueError) as error:
-                raise InputError(f"{self.path}: can no longer be read ({error})") from None
+            self._data = mapped(self.path, np.dtype(np.uint8))
             if self._data.size != self._size:
                 raise InputError(f"{self.path}: {self._data.size} bytes, but {self._size} when it was opened")
         entry = self.entries[name]
         return self._data[entry.start : entry.stop].view(DTYPES[entry.dtype]).reshape(entry.shape)
 
 
+def mapped(path: Path, dtype: np.dtype) -> np.ndarray:
+    """The values of a file, mapped; read where its file system maps none."""
+    try:
+        return np.memmap(path, dtype, "r")
+    except (OSError, ValueError):
+        with reading(path):
+            return np.fromfile(path, dtype)
+
+
 def write_safetensors(
     path: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], arrays: Iterable[tuple[str, np.ndarray]]
 ) -> None:
-    """Writes a file under a temporary name and renames it when it is whole.
+    """Writes a file under a temporary name and renames it when it is whole and on disk.
 
     Args:
         path: of the finished file; replaced when it exists.
@@ -86,24 +92,16 @@ def write_safetensors(
         arrays: their values, each once, in any order; one at a time is in memory.
     """
     header, starts = file_layout(tensors)
-    unfinished = path.with_name(path.name + ".unfinished")
     left = dict(tensors)
-    try:
-        with unfinished.open("wb") as file:
-            file.write(header)
-            for name, values in arrays:
-                dtype, shape = left.pop(name)
-                assert values.dtype == dtype, name
-                assert values.shape == shape, name
-                file.seek(starts[name])
-                file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
-            assert not left, next(iter(left))
-            file.flush()
-            os.fsync(file.fileno())  # or the name could reach the disk before the data
-        os.replace(unfinished, path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
+    with whole_file(path) as file:
+        file.write(header)
+        for name, values in arrays:
+            dtype, shape = left.pop(name)
+            assert values.dtype == dtype, name
+            assert values.shape == shape, name
+            file.seek(starts[name])
+            file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+        assert not left, next(iter(left))
 
 
 def tensor_bytes(dtype: np.dtype, shape: Sequence[int]) -> int:
@@ -164,9 +162,9 @@ def _header_text(path: Path) -> tuple[bytes, int]:
                 raise InputError(f"{path}: {size} bytes, too short for its header of {length} bytes; {_CUT}")
             return file.read(length), size
     except FileNotFoundError:
-        raise InputError(f"{path}: no such file; the download looks incomplete") from None
+        raise InputError(f"{path}: {dead_link(path) or 'no such file'}; the download looks incomplete") from None
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+        raise InputError(f"{path}: {dead_link(path) or f'cannot be read ({error.strerror})'}") from None
 
 
 def _entry(path: Path, name: str, raw: Any, first: int) -> Entry:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,14 +42,22 @@ class Settings:
         raw = dataclasses.asdict(self)
         return raw | {"layers": None if self.layers is None else list(self.layers)}
 
-    def options(self) -> str:
+    def options(self) -> list[str]:
         """As they are written on a command line, the default ones left out."""
-        parts = [f"--dtype {self.dtype}"] if self.dtype != KEEP else []
-        parts += [f"--quantize {self.quantize}"] if self.quantize else []
-        parts += [f"--layers {','.join(map(str, self.layers))}"] if self.layers is not None else []
+        parts = ["--dtype", self.dtype] if self.dtype != KEEP else []
+        parts += ["--quantize", self.quantize] if self.quantize else []
+        parts += ["--layers", ",".join(map(str, self.layers))] if self.layers is not None else []
         parts += ["--without-mtp"] if self.without_mtp else []
-        parts += [f"--chunk-size {self.chunk_bytes}"] if self.chunk_bytes != CHUNK_BYTES else []
-        return "".join(f" {part}" for part in parts)
+        parts += ["--chunk-size", str(self.chunk_bytes)] if self.chunk_bytes != CHUNK_BYTES else []
+        return parts
+
+
+def command_line(command: str, source: str, destination: Any, options: list[str]) -> str:
+    """A command of `glm52` as it can be pasted into a shell, whatever the names are."""
+    places = [source, str(destination)]
+    if any(place.startswith("-") for place in places):
+        return shlex.join(["glm52", command, *options, "--", *places])
+    return shlex.join(["glm52", command, *places, *options])
 
 
 def checked(source: Any, config: ModelConfig, settings: Settings) -> Contents:

@@ -16,6 +16,7 @@ import numpy as np
 
 from glm52_jax.checkpoint.published import CODES, Contents, Stored
 from glm52_jax.checkpoint.safetensors_file import DTYPES, Entry, tensor_bytes
+from glm52_jax.checkpoint.value_checks import Counts, cast, not_finite, refuse_scales
 from glm52_jax.errors import InputError
 from glm52_jax.spec import Tensor
 
@@ -117,27 +118,54 @@ def piece(
     return Piece(stored, file, offset, "copy" if found == wanted else "cast", (weight,))
 
 
-def values(source: Source, piece: Piece) -> Iterator[tuple[int, memoryview]]:
+class Tally:
+    """Counts of a piece's values by output, filled as they are streamed."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, Counts] = {}
+
+    def add(self, output: int, counts: Counts) -> None:
+        if counts != Counts():
+            self._counts[output] = self._counts.get(output, Counts()) + counts
+
+    def of(self, output: int) -> Counts:
+        return self._counts.get(output, Counts())
+
+
+def values(source: Source, piece: Piece, tally: Tally | None = None) -> Iterator[tuple[int, memoryview]]:
     """The bytes of a piece's outputs: (which output, the next bytes of it), each good until the next is asked for.
 
+    Args:
+        tally: is told of values that are not finite, and of those that a cast turned into zero.
+
     Raises:
-        InputError: a value has no form in the target: a scale that is no finite number, a weight to quantise that is
-            not; or the source can no longer be read.
+        InputError: a value has no form in the target: a scale that is no finite number of at least 0, a weight to
+            quantise that is not finite, a value beyond the target's type (at the end of the tensor, with their number);
+            or the source can no longer be read.
     """
+    tally = tally or Tally()
+    scales = _scales(source, piece) if piece.stored.scale is not None else None
     if piece.kind == "copy":
-        yield from _copied(source, piece)
+        yield from _copied(source, piece, tally)
     elif piece.kind == "cast":
         dtype = DTYPES[piece.outputs[0].dtype]
         for rows in _rows(source, piece, 1):
-            with np.errstate(over="ignore"):
-                yield 0, _bytes(rows.astype(dtype))
+            made, counts = cast(rows, dtype)
+            tally.add(0, counts)
+            yield 0, _bytes(made)
     elif piece.kind == "dequantize":
-        yield from _dequantized(source, piece)
+        assert piece.read_block is not None
+        dtype = DTYPES[piece.outputs[0].dtype]
+        for plain in _plain_rows(source, piece, piece.read_block[0], scales):
+            made, counts = cast(plain, dtype, finite=True)
+            tally.add(0, counts)
+            yield 0, _bytes(made)
     else:
-        yield from _quantized(source, piece)
+        yield from _quantized(source, piece, scales, tally)
+    tally.of(0).refuse_beyond(f"{piece.file}: {piece.name}", DTYPES[piece.outputs[0].dtype])
 
 
-def _copied(source: Source, piece: Piece) -> Iterator[tuple[int, memoryview]]:
+def _copied(source: Source, piece: Piece, tally: Tally) -> Iterator[tuple[int, memoryview]]:
     buffer = memoryview(bytearray(min(COPY_BYTES, max(output.bytes for output in piece.outputs))))
     names = (piece.stored.name, piece.stored.scale)
     for number, output in enumerate(piece.outputs):
@@ -146,46 +174,48 @@ def _copied(source: Source, piece: Piece) -> Iterator[tuple[int, memoryview]]:
         for at in range(0, output.bytes, COPY_BYTES):
             part = buffer[: min(COPY_BYTES, output.bytes - at)]
             source.pread(name, start + at, part)
+            tally.add(number, not_finite(np.frombuffer(part, DTYPES[output.dtype])))
             yield number, part
 
 
-def _dequantized(source: Source, piece: Piece) -> Iterator[tuple[int, memoryview]]:
-    assert piece.read_block is not None
-    dtype = DTYPES[piece.outputs[0].dtype]
-    for plain in _plain_rows(source, piece, piece.read_block[0]):
-        yield 0, _bytes(plain.astype(dtype, copy=False))
-
-
-def _quantized(source: Source, piece: Piece) -> Iterator[tuple[int, memoryview]]:
+def _quantized(
+    source: Source, piece: Piece, read_scales: np.ndarray | None, tally: Tally
+) -> Iterator[tuple[int, memoryview]]:
     from glm52_jax.quant import quantize_blocks  # imports JAX, which copies do without
 
     assert piece.made_block is not None
     multiple = math.lcm(piece.made_block[0], piece.read_block[0] if piece.read_block else 1)
     scales = []
-    for plain in _plain_rows(source, piece, multiple):
-        if not np.isfinite(plain).all():
+    for plain in _plain_rows(source, piece, multiple, read_scales):
+        counts = not_finite(plain)
+        if counts != Counts():
             raise InputError(
                 f"{piece.file}: {piece.stored.name} is not finite, so {piece.name} has no scale to be quantised with"
             )
         codes, scale = quantize_blocks(plain, piece.made_block, DTYPES[piece.outputs[0].dtype])
+        if not codes.any():  # smaller than the least scale
+            tally.add(0, Counts(zeroed=int(np.count_nonzero(plain))))
         scales.append(scale)
         yield 0, _bytes(codes)
     yield 1, _bytes(np.concatenate(scales))
 
 
-def _plain_rows(source: Source, piece: Piece, multiple: int) -> Iterator[np.ndarray]:
+def _plain_rows(source: Source, piece: Piece, multiple: int, scales: np.ndarray | None) -> Iterator[np.ndarray]:
     """float32 slices of whole rows, codes times their scales where there are any."""
-    if piece.read_block is None:
+    if scales is None:
         yield from (rows.astype(np.float32) for rows in _rows(source, piece, multiple))
         return
     from glm52_jax.quant import dequantize_blocks
 
-    scales, done = _scales(source, piece), 0
+    assert piece.read_block is not None
+    done = 0
     for rows in _rows(source, piece, multiple):
         first, count = done // piece.read_block[0], -(-rows.shape[0] // piece.read_block[0])
         # Decoding by table is several times as fast as numpy's cast from float8.
         decoded = _decoded(rows.dtype)[rows.view(np.uint8)]
-        yield dequantize_blocks(decoded, scales[first : first + count], piece.read_block)
+        with np.errstate(over="ignore", invalid="ignore"):
+            plain = dequantize_blocks(decoded, scales[first : first + count], piece.read_block)
+        yield plain
         done += rows.shape[0]
 
 
@@ -208,9 +238,7 @@ def _scales(source: Source, piece: Piece) -> np.ndarray:
     entry = source.entry(name)
     scales = np.empty(entry.shape, np.float32)
     source.pread(name, 0, _bytes(scales))
-    wrong = ~(scales >= 0) | np.isinf(scales)  # in this form NaN is wrong too
-    if wrong.any():
-        raise InputError(f"{source.where[name]}: {name} holds {scales[wrong][0]}, expected finite scales of at least 0")
+    refuse_scales(scales, f"{source.where[name]}: {name}")
     return scales
 
 

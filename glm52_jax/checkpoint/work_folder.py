@@ -1,6 +1,8 @@
 """The folder `unfinished` inside of a destination: what was asked for, what is done, who is at it.
 
-It is there from the first byte to the last. It knows names and checksums, not what the work is.
+It is there from the first byte to the last. It knows names and checksums, not what the work is. A folder of this name
+counts as ours when its `settings.json` says so and nothing else is in it; whatever is not ours is never removed and
+never written over.
 """
 
 from __future__ import annotations
@@ -8,17 +10,33 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
-from collections.abc import Generator, Iterable
+import re
+import secrets
+import stat
+import time
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from glm52_jax.config import read_json
+from glm52_jax import files
 from glm52_jax.config_json import shown
 from glm52_jax.errors import InputError
 
 UNFINISHED = "unfinished"
 _SETTINGS, _COMMAND = "settings.json", "command"
+_FORMAT = "glm52-unfinished"
+_HEAD = json.dumps({"format": _FORMAT}, indent=1)[:-2].encode()
+"""How `settings.json` begins."""
+_OWN = re.compile(
+    r"settings\.json|(process-[0-9]+-of-[0-9]+|export|finish)\.lock|"
+    r"done-(process-[0-9]+-of-[0-9]+|export)\.[0-9a-f]+\.jsonl|glm52-.+\.part",
+    re.ASCII,
+)
+_BEGUN = re.compile(r"settings\.json\.[0-9a-f]+(\.part)?", re.ASCII)
+PART = re.compile(r"glm52-.+\.part")
+"""Names of files that are not whole."""
+_WAIT = 2.0
+"""Seconds in which a living process has written its settings."""
 
 
 class WorkFolder:
@@ -27,10 +45,48 @@ class WorkFolder:
     def __init__(self, destination: Path):
         self.destination = destination
         self.path = destination / UNFINISHED
+        self._own = secrets.token_hex(4)  # processes of several hosts can have one number
 
     @property
     def exists(self) -> bool:
-        return (self.path / _SETTINGS).is_file()
+        return self._settings() is not None
+
+    def refuse_others(
+        self, expected: str, settings: dict[str, Any], contents: Callable[[], Mapping[str, bytes | None]]
+    ) -> None:
+        """Refuses a destination that holds anything but an unfinished work with these settings, or nothing.
+
+        Args:
+            expected: what else than a new folder may be there, such as "an unfinished conversion".
+            settings: what is asked for now.
+            contents: called for a work that has begun: names that the destination can hold, and of small files what is
+                in them.
+
+        Raises:
+            InputError: naming what is there; nothing is changed.
+        """
+        folder = self.destination
+        if not files.is_there(folder):
+            return
+        if not folder.is_dir():
+            raise InputError(f"{folder}: is a file, expected a folder to write to")
+        self._refuse_foreign(expected)
+        begun, known = self._settings(), None
+        if begun is not None:
+            self._refuse_other_settings(begun, settings)
+        for entry in _entries(folder):
+            if entry.name == UNFINISHED:
+                continue
+            if begun is None:
+                raise InputError(f"{folder}: is not empty ({entry.name}), expected a new folder or {expected}")
+            known = contents() if known is None else known
+            if entry.name not in known or entry.is_symlink():
+                raise InputError(
+                    f"{folder}: holds {entry.name} beside {expected}, which did not write it; move it away to go on"
+                )
+            wanted = known[entry.name]
+            if wanted is not None and not _holds(folder / entry.name, wanted):
+                raise InputError(f"{folder}: holds another {entry.name} than {expected} writes; move it away to go on")
 
     def begin(self, settings: dict[str, Any], command: str) -> None:
         """Notes what is asked for, or compares it with what was asked for before.
@@ -39,13 +95,10 @@ class WorkFolder:
             InputError: the work was begun with other settings.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        if not self.exists:
-            own = self.path / f"{_SETTINGS}.{os.getpid()}"
-            own.write_text(json.dumps({_COMMAND: command} | settings, indent=1))
-            with contextlib.suppress(FileExistsError):  # another process was first
-                os.link(own, self.path / _SETTINGS)
-            own.unlink()
-        begun = read_json(self.path / _SETTINGS)
+        begun = self._begun(json.dumps({"format": _FORMAT, _COMMAND: command} | settings, indent=1).encode())
+        self._refuse_other_settings(begun, settings)
+
+    def _refuse_other_settings(self, begun: dict[str, Any], settings: dict[str, Any]) -> None:
         for name, value in settings.items():
             if begun.get(name) != value:
                 raise InputError(
@@ -53,17 +106,30 @@ class WorkFolder:
                     f"{shown(value)}; finish it with `{begun.get(_COMMAND)}`, or remove the folder to begin anew"
                 )
 
+    def _begun(self, text: bytes) -> dict[str, Any]:
+        """The settings that the work was begun with: these, unless a process was first."""
+        path, deadline = self.path / _SETTINGS, time.monotonic() + _WAIT
+        if not self.exists:
+            files.create_once(path, text)
+        while (begun := self._settings()) is None:
+            if time.monotonic() > deadline:  # who began to write them is gone
+                with files.whole_file(path) as file:
+                    file.write(text)
+            time.sleep(0.05)
+        return begun
+
     def refuse(self) -> InputError:
         """What a reader says of a destination that is not finished."""
-        command = read_json(self.path / _SETTINGS).get(_COMMAND) if self.exists else "the command that began it"
-        return InputError(f"{self.destination}: is not finished; `{command}` goes on where it was stopped")
+        begun = self._settings()
+        command = f"`{begun.get(_COMMAND)}`" if begun else "the command that began it"
+        return InputError(f"{self.destination}: is not finished; {command} goes on where it was stopped")
 
-    def done(self) -> dict[str, str]:
-        """Names of everything finished by any process, with their checksums."""
-        found: dict[str, str] = {}
+    def done(self) -> dict[str, Any]:
+        """Names of everything finished by any process, with what is noted of each."""
+        found: dict[str, Any] = {}
         for journal in sorted(self.path.glob("done-*.jsonl")):
             for line in _whole_lines(journal):
-                with contextlib.suppress(ValueError, AttributeError):
+                with contextlib.suppress(ValueError, AttributeError, TypeError):
                     found |= json.loads(line)
         return found
 
@@ -75,9 +141,12 @@ class WorkFolder:
             InputError: a living process is at the same part.
         """
         with _locked(self.path / f"{who}.lock") as free:
-            if not free:
+            if free is False:
                 raise InputError(f"{self.destination}: another process is working on {who} of it now")
-            with contextlib.closing(Journal(self.path / f"done-{who}.jsonl")) as journal:
+            if free:  # what a process that was stopped had in hand is nobody's
+                for part in self.path.glob(f"glm52-{who}-*.part"):
+                    part.unlink(missing_ok=True)
+            with contextlib.closing(Journal(self.path / f"done-{who}.{self._own}.jsonl")) as journal:
                 yield journal
 
     @contextlib.contextmanager
@@ -87,66 +156,113 @@ class WorkFolder:
             yield
 
     def temporary(self, name: str) -> Path:
-        return self.path / f"{name}.part"
+        """A file for what is not whole yet; one that begins with who is at it goes when that part is taken up again."""
+        return self.path / f"glm52-{name}-{self._own}.part"
 
     def write(self, path: Path, data: bytes) -> None:
-        """A file of the destination that is there whole or not at all; `flush_to_disk` makes it last."""
-        part = self.temporary(f"{path.name}.{os.getpid()}")
-        part.write_bytes(data)
+        """A file of the destination that is there whole or not at all; its folder is to be flushed."""
+        part = self.temporary(path.name)
+        with part.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         path.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(part, path)
+        files.move(part, path)
 
     def remove(self) -> None:
-        """After the destination is finished."""
-        (self.path / _SETTINGS).unlink(missing_ok=True)
-        shutil.rmtree(self.path, ignore_errors=True)
+        """After the destination is finished. What says that it is not goes last, and what is not ours stays."""
+        if self.exists:
+            for entry in _entries(self.path):
+                if (_OWN.fullmatch(entry.name) or _BEGUN.fullmatch(entry.name)) and entry.name != _SETTINGS:
+                    (self.path / entry.name).unlink(missing_ok=True)
+            (self.path / _SETTINGS).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not empty, or not there
+            self.path.rmdir()
+
+    def _settings(self) -> dict[str, Any] | None:
+        """The settings of a work that is ours; None where there is none, or they are not all there."""
+        try:
+            if self.path.is_symlink() or not stat.S_ISREG((self.path / _SETTINGS).lstat().st_mode):
+                return None
+            found = json.loads((self.path / _SETTINGS).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return None
+        return found if isinstance(found, dict) and found.get("format") == _FORMAT else None
+
+    def _refuse_foreign(self, expected: str) -> None:
+        """Refuses a folder `unfinished` that holds, or is, what this module does not write."""
+        hint = f"expected {self.destination} to be new, or {expected}"
+        if self.path.is_symlink():
+            raise InputError(f"{self.path}: is a link to {os.readlink(self.path)}, {hint}")
+        if not files.is_there(self.path):
+            return
+        if not self.path.is_dir():
+            raise InputError(f"{self.path}: is a file, {hint}")
+        begun = self.exists
+        for entry in _entries(self.path):
+            if not entry.is_file(follow_symlinks=False) or not self._is_own(entry.name, begun):
+                raise InputError(f"{self.path}: holds {entry.name}, {hint}")
+
+    def _is_own(self, name: str, begun: bool) -> bool:
+        """Whether a file is one of ours; before there are settings, only the beginning of them is."""
+        if _BEGUN.fullmatch(name) or (name == _SETTINGS and not begun):
+            with (self.path / name).open("rb") as file:
+                return file.read(len(_HEAD)) in (_HEAD, _HEAD[: os.fstat(file.fileno()).st_size])
+        return begun and _OWN.fullmatch(name) is not None
 
 
 class Journal:
-    """Lines of checksums by name, appended and on disk before the next unit is begun; half a line does not count."""
+    """What is noted by name, on disk before the next unit is begun; half a line does not count.
+
+    Every run has a file of its own, made when there is something to note: some mounts append to no file.
+    """
 
     def __init__(self, path: Path):
-        whole = sum(len(line) + 1 for line in _whole_lines(path)) if path.exists() else 0
-        self._file = path.open("ab")
-        self._file.truncate(whole)
+        self._path = path
+        self._file: BinaryIO | None = None
 
-    def add(self, checksums: dict[str, str]) -> None:
-        self._file.write(json.dumps(checksums).encode() + b"\n")
+    def add(self, noted: dict[str, Any]) -> None:
+        if self._file is None:
+            self._file = self._path.open("wb")
+        self._file.write(json.dumps(noted).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    with files.reading(folder), os.scandir(folder) as entries:
+        return sorted(entries, key=lambda entry: entry.name)
+
+
+def _holds(path: Path, wanted: bytes) -> bool:
+    try:
+        return path.stat().st_size == len(wanted) and path.read_bytes() == wanted
+    except OSError:
+        return False
 
 
 def _whole_lines(path: Path) -> list[bytes]:
     return path.read_bytes().split(b"\n")[:-1]
 
 
-def flush_to_disk(paths: Iterable[Path]) -> None:
-    """Waits until files and their names are on disk."""
-    for path in paths:
-        file = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(file)
-        finally:
-            os.close(file)
-
-
 @contextlib.contextmanager
-def _locked(path: Path, *, wait: bool = False) -> Generator[bool]:
-    """Whether a lock was free; it ends with the process, however that ends. Where there are no locks, it was."""
+def _locked(path: Path, *, wait: bool = False) -> Generator[bool | None]:
+    """Whether a lock was free; it ends with the process, however that ends. None where there are no locks."""
     try:
         import fcntl
     except ImportError:
-        yield True
+        yield None
         return
     with path.open("ab") as file:
+        free: bool | None = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
-            yield False
-            return
+            free = False
         except OSError:  # a file system without locks: what is written is the same whoever writes it
-            pass
-        yield True
+            free = None
+        yield free

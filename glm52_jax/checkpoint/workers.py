@@ -6,7 +6,6 @@ It must not know what a unit does.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import itertools
 import threading
 import time
@@ -15,11 +14,12 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from glm52_jax import files
 from glm52_jax.checkpoint.sizes import short_size
 from glm52_jax.errors import InputError
 
 Unit = TypeVar("Unit")
-_FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up", errno.EFBIG: "the file is too large"}
+_GOES_ON = "when it can, the same command goes on from here"
 
 
 class StoppedError(Exception):
@@ -53,11 +53,17 @@ class Pulse:
 
 @dataclasses.dataclass
 class Account:
-    """What a run took: bytes, seconds, and the largest anonymous memory seen (None where the system does not say)."""
+    """What a run took.
+
+    Attributes:
+        peak: the largest anonymous memory seen; None where the system does not say.
+        notes: sentences on what it found in the values.
+    """
 
     bytes: int = 0
     seconds: float = 0.0
     peak: int | None = None
+    notes: tuple[str, ...] = ()
 
     def line(self) -> str:
         rate = f"{short_size(int(self.bytes / self.seconds))}/s" if self.seconds else ""
@@ -95,9 +101,7 @@ def run(
 
 def unwritable(destination: Path, error: OSError) -> InputError:
     """What to say when a destination cannot be written."""
-    reason = _FULL.get(error.errno or 0, error.strerror or str(error))
-    place = error.filename if isinstance(error.filename, str) else destination
-    return InputError(f"{place}: cannot be written, {reason}; when it can, the same command goes on from here")
+    return files.unwritable(destination, error, _GOES_ON)
 
 
 def anonymous_bytes(process: int | str = "self") -> int | None:

@@ -15,8 +15,10 @@ import numpy as np
 
 from glm52_jax.checkpoint.published import INDEX_FILE, SINGLE_FILE, fused_name
 from glm52_jax.checkpoint.safetensors_file import DTYPES, tensor_bytes, write_safetensors
+from glm52_jax.checkpoint.value_checks import cast, refuse_scales
 from glm52_jax.config import ModelConfig
 from glm52_jax.errors import InputError
+from glm52_jax.files import is_there, reading, whole_file, writing
 from glm52_jax.quant import BlockQuantized, dequantize_blocks, quantize_blocks
 from glm52_jax.spec import Param, Stack, Tensor, parameters
 
@@ -43,7 +45,8 @@ def write_checkpoint(
     parameter that it is taken from.
 
     Args:
-        folder: new, or without safetensors, index and `config.json`; a tokenizer may be there already.
+        folder: new, or without safetensors, index, `config.json` and `generation_config.json`; a tokenizer may be
+            there already.
         config: of the model, and how to store it.
         params: from `load_params`, `init_params` or training; its leaves may be numpy arrays.
         shard_bytes: largest size of a file's tensors, a larger tensor having a file of its own; one file when None.
@@ -51,8 +54,9 @@ def write_checkpoint(
             in which some releases of `transformers` write them; not in codes.
 
     Raises:
-        InputError: a parameter is missing, extra or of another shape; a weight to quantise is not finite; the folder
-            holds a checkpoint; before anything is written, but for the weight that is not finite.
+        InputError: a parameter is missing, extra or of another shape, or the folder holds a checkpoint, before anything
+            is written; a weight to quantise is not finite, one is beyond what the stored type holds, a scale is no
+            finite number of at least 0, or the folder cannot be written.
     """
     folder = Path(folder)
     if shard_bytes is not None and (isinstance(shard_bytes, bool) or shard_bytes < 1):
@@ -63,10 +67,11 @@ def write_checkpoint(
     source = _Source(config, leaves)
     pieces = _pieces(config, leaves, fused_experts)
     _refuse_occupied(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_weights(folder, pieces, source, shard_bytes)
-    _write_json(folder / "generation_config.json", config.generation_dict())
-    _write_json(folder / "config.json", _listing_plain(config, pieces).to_dict())
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_weights(folder, pieces, source, shard_bytes)
+        _write_json(folder / "generation_config.json", config.generation_dict())
+        _write_json(folder / "config.json", _listing_plain(config, pieces).to_dict())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +207,9 @@ class _Source:
                 yield piece.tensor.scale_name, scales
             else:
                 dtype, shape = piece.stored[piece.tensor.name]
-                yield piece.tensor.name, self._plain(piece).astype(dtype).reshape(shape)
+                values, counts = cast(self._plain(piece), dtype)
+                counts.refuse_beyond(f"params: {piece.tensor.name}", dtype)
+                yield piece.tensor.name, values.reshape(shape)
 
     def _quantized(self, piece: _Piece) -> tuple[np.ndarray, np.ndarray]:
         quantization, name = self.config.quantization, piece.tensor.name
@@ -211,8 +218,9 @@ class _Source:
         leaf = self._layer(param, ordinal)
         wanted = DTYPES[quantization.codes]
         if isinstance(leaf, BlockQuantized) and leaf.block == quantization.block and leaf.codes.dtype == wanted:
-            codes, scales = _matrices(leaf)
-            return codes[piece.number], scales[piece.number].astype(np.float32)
+            codes, scales = (part[piece.number] for part in _matrices(leaf))
+            refuse_scales(scales, f"params: {piece.tensor.scale_name}")
+            return codes, scales.astype(np.float32)
         values = self._plain(piece).astype(np.float32).reshape(piece.tensor.shape)
         if not np.isfinite(values).all():
             raise InputError(f"params: {param.path} is not finite in {name}, so it has no scale to be quantised with")
@@ -291,20 +299,19 @@ def _listing_plain(config: ModelConfig, pieces: list[_Piece]) -> ModelConfig:
 
 
 def _refuse_occupied(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
+    if not is_there(folder):
+        return
+    if not folder.is_dir():
         raise InputError(f"{folder}: is a file, expected a folder to write to")
-    taken = [folder / "config.json", folder / INDEX_FILE, *sorted(folder.glob("*.safetensors"))]
-    for path in taken:
-        if path.exists():
-            raise InputError(
-                f"{path}: is there already, expected a folder without a checkpoint, not even a part of one"
-            )
+    own = ("config.json", "generation_config.json", INDEX_FILE)
+    with reading(folder):
+        taken = [name for name in sorted(os.listdir(folder)) if name in own or name.endswith(".safetensors")]
+    if taken:
+        raise InputError(
+            f"{folder / taken[0]}: is there already, expected a folder without a checkpoint, not even a part of one"
+        )
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    unfinished = path.with_name(path.name + ".unfinished")
-    with unfinished.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
+    with whole_file(path) as file:
+        file.write((json.dumps(value, indent=2) + "\n").encode())

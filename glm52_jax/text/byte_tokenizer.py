@@ -6,6 +6,7 @@ It must not know about models; how many rows an embedding has is for the caller 
 from pathlib import Path
 
 from glm52_jax.errors import InputError
+from glm52_jax.files import writing
 from glm52_jax.text.json_file import write_json_object
 from glm52_jax.text.tokenizer import CONFIG_FILE, TOKENIZER_FILE, byte_characters
 
@@ -38,7 +39,7 @@ def write_byte_tokenizer(
         first_special: id of `<|endoftext|>`, the others follow; 256 by default, 154820 gives GLM-5.2's own ids.
 
     Raises:
-        InputError: `first_special` is below 256, or the ids do not fit `vocab_size`.
+        InputError: `first_special` is below 256, the ids do not fit `vocab_size`, or another tokenizer is there.
     """
     first = 256 if first_special is None else first_special
     if first < 256:
@@ -48,7 +49,8 @@ def write_byte_tokenizer(
         raise InputError(f"vocab_size: found {vocab_size}, expected {end} or more for special tokens from id {first}")
     ids = {text: first + n for n, text in enumerate(GLM_SPECIAL_TOKENS)}
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     write_json_object(folder / CONFIG_FILE, _config())
     write_json_object(folder / TOKENIZER_FILE, _tokenizer(ids))
     return ids

@@ -1,11 +1,11 @@
 """JSON objects in files: read with errors that name the file, written whole or not at all."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from glm52_jax.errors import InputError
+from glm52_jax.files import dead_link, is_there, whole_file, writing
 
 
 def read_text(path: Path) -> str:
@@ -13,7 +13,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
-        raise InputError(f"{path}: no such file, expected it in a checkpoint's folder") from None
+        raise InputError(f"{path}: {dead_link(path) or 'no such file'}, expected it in a checkpoint's folder") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: could not be read as UTF-8 text ({error})") from error
 
@@ -31,7 +31,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def write_json_object(path: Path, value: dict[str, Any]) -> None:
-    """Write `value` to `path` so that a reader finds the whole file or the one before it."""
-    unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
+    """Write `value` to `path` whole or not at all; `InputError` when it is there with another content."""
+    data = (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode()
+    with writing(path):
+        if is_there(path):
+            if path.is_file() and path.read_bytes() == data:
+                return
+            raise InputError(f"{path}: is there already with another content, expected no such file")
+        with whole_file(path) as file:
+            file.write(data)

@@ -7,7 +7,6 @@ import dataclasses
 import datetime
 import getpass
 import json
-import os
 import re
 import socket
 from collections import Counter
@@ -16,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from glm52_jax.errors import InputError
+from glm52_jax.files import is_there, reading, whole_file, writing
 from infer.selftest.checks import FAIL, PASS, SKIP, Outcome
 
 DEFAULT_NAME = "glm52-selftest.json"
 _SUFFIXES = (".json", ".md")
+_BEGINS = {".json": '{\n "glm52_selftest"', ".md": "# glm52 selftest, "}
 # A path from the root: at least one folder and a name behind it, and no part of a URL.
 _PATH = re.compile(r"(?<![\w:/.)\]}])/(?!/)(?:[^\s\"'`,;:()<>/]+/)+([^\s\"'`,;:()<>/]*)")
 # Of a host; versions of libtpu, which begin with 0, have as many numbers.
@@ -86,21 +87,27 @@ class Report:
     def write(self, path: Path) -> None:
         """Writes it whole or not at all; the form is that of the suffix."""
         text = self.as_markdown() if path.suffix == ".md" else json.dumps(self.as_json(), indent=1, default=str) + "\n"
-        part = path.with_name(f"{path.name}.{os.getpid()}")
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+        with writing(path), whole_file(path) as file:
+            file.write(text.encode())
 
 
 def checked_path(path: Path) -> Path:
     """The file for a report.
 
     Raises:
-        InputError: its suffix is not one of a form, or there is no folder that it could be in.
+        InputError: its suffix is not one of a form, there is no folder that it could be in, or a file is there that is
+            no report.
     """
     if path.suffix not in _SUFFIXES:
         raise InputError(f"--report {path}: expected a name that ends in {' or '.join(_SUFFIXES)}")
     if not path.absolute().parent.is_dir() or path.is_dir():
         raise InputError(f"--report {path}: no folder to write that file in")
+    if is_there(path):
+        with reading(path):
+            begin = path.read_bytes()[:100].decode(errors="replace")
+        if not begin.startswith(_BEGINS[path.suffix]):
+            raise InputError(f"--report {path}: is there already and is no report of a selftest; give another name")
+        return path.resolve()
     return path
 
 
