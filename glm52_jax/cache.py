@@ -13,6 +13,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from glm52_jax.axis_rules import asking
 from glm52_jax.config import ModelConfig
 from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat, RowStack, decode, parts_of, stack_of
 from glm52_jax.spec import Stack, stack_layers
@@ -125,7 +126,8 @@ class Places:
     Attributes:
         positions: int32 `[batch, tokens]` of the tokens that this device computes, -1 for padding.
         kept: int32 `[batch, all tokens]`, where this device keeps each token of the chunk, -1 where it does not.
-        seen: int32 `[batch, all tokens]`, the last of this device's places that each token may attend to, or -1.
+        seen: int32 `[batch, asking tokens]`, the last of this device's places that each token may attend to, or -1; of
+            the tokens whose queries come to this device, see `axis_rules.asking`.
     """
 
     positions: jax.Array
@@ -137,7 +139,8 @@ class Places:
         """The places of a chunk; `positions` are those of this device's tokens."""
         everyone = collectives.all_gather(layout, positions, layout.axes_of("tokens"), 1)
         deal = Deal.of(layout, cache)
-        return cls(positions, deal.kept(everyone), deal.seen(everyone))
+        asked = collectives.all_gather(layout, positions, asking(layout), 1)
+        return cls(positions, deal.kept(everyone), deal.seen(asked))
 
 
 def slots(page_table: jax.Array, positions: jax.Array, page_size: int) -> jax.Array:

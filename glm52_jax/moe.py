@@ -12,23 +12,31 @@ import jax
 import jax.numpy as jnp
 
 from glm52_jax.config import ModelConfig
+from glm52_jax.divided import joined, summed
 from glm52_jax.kernels.experts.api import routed_experts
 from glm52_jax.kernels.router.api import Rule, choose_experts
 from glm52_jax.moe_dispatch import dispatch_experts
 from glm52_jax.moe_form import GATHER, DispatchForm
 from glm52_jax.primitives import linear, swiglu, take
-from sharding.collectives import psum
+from sharding.collectives import all_gather
 from sharding.layout import SINGLE, Layout
 
 
 def route(
-    weight: jax.Array, bias: jax.Array, config: ModelConfig, x: jax.Array, real: jax.Array, *, backend: str
+    weight: jax.Array,
+    bias: jax.Array,
+    config: ModelConfig,
+    x: jax.Array,
+    real: jax.Array,
+    *,
+    backend: str,
+    layout: Layout = SINGLE,
 ) -> tuple[jax.Array, jax.Array]:
     """The experts of each token and their gates, in float32 throughout.
 
     Args:
-        weight: router `[experts, embed]`.
-        bias: float32 correction bias `[experts]`; it decides the choice only.
+        weight: router `[experts, embed]`, or this device's part of it.
+        bias: float32 correction bias `[experts]`, or this device's part; it decides the choice only.
         x: `[tokens, embed]`.
         real: bool `[tokens]`, false for padding.
         backend: see `kernels.resolve_backend`.
@@ -37,7 +45,9 @@ def route(
         experts: int32 `[tokens, num_experts_per_tok]`, -1 for padding.
         gates: float32 of the same shape, zero for padding.
     """
-    logits = linear(x.astype(jnp.float32), weight.astype(jnp.float32))
+    weight = weight.astype(jnp.float32)
+    logits = joined(layout, "router_experts", x.astype(jnp.float32), lambda rows: linear(rows, weight))
+    bias = all_gather(layout, bias, layout.axes_of("router_experts"))
     experts, gates, _ = choose_experts(logits, bias, real, rule_of(config), backend=backend)
     return experts, gates
 
@@ -78,7 +88,7 @@ def moe(
     """
     flat = x.reshape(-1, x.shape[-1])
     router, bias = take((stack["router"], stack["router_bias"]), layer)
-    experts, gates = route(router, bias, config, flat, real.reshape(-1), backend=backend)
+    experts, gates = route(router, bias, config, flat, real.reshape(-1), backend=backend, layout=layout)
     weights = stack["gate_up"], stack["down"]
     if layout.devices == 1:
         routed = routed_experts(flat, experts, gates, *weights, layer, backend=backend)
@@ -92,6 +102,9 @@ def sharded_mlp(
     layout: Layout, x: jax.Array, gate_up: Any, down: Any, layer: jax.Array | int, *, backend: str
 ) -> jax.Array:
     """A dense MLP of which each device has a part of the width; as `swiglu`."""
-    axes = layout.axes_of("mlp")
-    out = swiglu(x, gate_up, down, layer, dtype=jnp.float32 if axes else None, backend=backend)
-    return psum(layout, out, axes).astype(x.dtype)
+    dtype = jnp.float32 if layout.axes_of("mlp") else None
+
+    def share(rows: jax.Array) -> jax.Array:
+        return swiglu(rows, gate_up, down, layer, dtype=dtype, backend=backend)
+
+    return summed(layout, "mlp", x.reshape(-1, x.shape[-1]), share).astype(x.dtype).reshape(x.shape)
