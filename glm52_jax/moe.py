@@ -42,8 +42,8 @@ def route(
         backend: see `kernels.resolve_backend`.
 
     Returns:
-        experts: int32 `[tokens, num_experts_per_tok]`, -1 for padding.
-        gates: float32 of the same shape, zero for padding.
+        experts: int32 `[tokens, num_experts_per_tok]`, -1 for padding and for a token with a score that is NaN.
+        gates: float32 of the same shape, zero where there is no expert.
     """
     weight = weight.astype(jnp.float32)
     logits = joined(layout, "router_experts", x.astype(jnp.float32), lambda rows: linear(rows, weight))
@@ -84,7 +84,8 @@ def moe(
         dispatch: how tokens reach experts on other devices.
 
     Returns:
-        `[batch, tokens, embed]`, and the chosen experts, int32 `[batch * tokens, num_experts_per_tok]`.
+        `[batch, tokens, embed]`, NaN for a token with such a score of the router, and the chosen experts, int32
+        `[batch * tokens, num_experts_per_tok]`.
     """
     flat = x.reshape(-1, x.shape[-1])
     router, bias = take((stack["router"], stack["router_bias"]), layer)
@@ -94,6 +95,9 @@ def moe(
         routed = routed_experts(flat, experts, gates, *weights, layer, backend=backend)
     else:
         routed = dispatch_experts(layout, flat, experts, gates, *weights, layer, backend=backend, form=dispatch)
+    # A real token without experts has a NaN among its scores, which would not show in a sum over no experts.
+    lost = real.reshape(-1) & (experts[:, 0] < 0)
+    routed = jnp.where(lost[:, None], jnp.nan, routed)
     shared = sharded_mlp(layout, flat, stack["shared_gate_up"], stack["shared_down"], layer, backend=backend)
     return (routed + shared.astype(jnp.float32)).astype(x.dtype).reshape(x.shape), experts
 
