@@ -26,7 +26,9 @@ from glm52_jax.selection import Selection
 from sharding.collectives import all_gather, all_to_all
 from sharding.layout import SINGLE, Layout
 
-_BLOCK_SCORES = 1 << 26  # float32 scores that are there at a time
+BLOCK_SCORES = 1 << 26
+"""float32 scores that are there at a time."""
+
 K_NORM_EPS = 1e-6  # a LayerNorm with its own epsilon, in every implementation; no config field
 
 
@@ -117,7 +119,7 @@ def select(
     stored = cache.index_keys, indexer, cache.page_table
 
     # Scores of a long chunk with a long context are never there all at once.
-    rows = max(1, _BLOCK_SCORES // (x.shape[0] * cache.capacity))
+    rows = max(1, BLOCK_SCORES // (x.shape[0] * cache.capacity))
     if as_mask:
 
         def marked(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
