@@ -17,6 +17,11 @@ from sharding.errors import InputError
 MIB, GIB = 2**20, 2**30
 _DOCS = "docs.cloud.google.com/tpu/docs"
 _COMPILER = "what libtpu 0.0.42 says is available when a program does not fit (RESOURCE_EXHAUSTED)"
+_RINGS = (
+    "3-D: every slice of 4x4x4 and larger is a torus in all dimensions (the page of each chip); 2-D: only axes of 16 "
+    "close (jax-ml.github.io/scaling-book/tpus)"
+)
+_POD_WIDTH = 16  # chips along each dimension of a pod of v5e and v6e
 _F32 = "bf16 peak over the 3 or 6 passes in which an MXU multiplies float32 at precision HIGH or HIGHEST"
 _ROW = (
     "8 VLIW bundles a row at one bundle a cycle, counted in the compiled inner loop of a row gather unrolled 8 times "
@@ -44,6 +49,7 @@ class Chip:
         mxus, mxu_width: matrix units of one TensorCore and the side of their squares.
         row_copy_ns: stated cost of issuing the copy of one row from HBM into a kernel.
         sources: where each number is from, by attribute name.
+        largest_slice: chips of the largest slice.
     """
 
     name: str
@@ -62,11 +68,25 @@ class Chip:
     mxus: int
     mxu_width: int
     sources: Mapping[str, str] = dataclasses.field(hash=False, repr=False)
+    largest_slice: int = 256
 
     @property
     def ici_links(self) -> int:
         """Links of the chip that the device is on."""
         return 2 * self.torus_dimensions
+
+    def rings(self, shape: tuple[int, ...]) -> tuple[bool, ...]:
+        """Which dimensions of a slice of that shape close to a ring; in the others the ends are not connected."""
+        if self.torus_dimensions == 2:
+            # Only the whole width of a pod has links round the end.
+            return tuple(size == _POD_WIDTH for size in shape)
+        # Cubes of 4 x 4 x 4 are joined by switches, which close each dimension; parts of a cube have none.
+        return (all(size % 4 == 0 for size in shape),) * len(shape)
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """What a device has of one link of its chip, in one direction, when all devices of the chip use it."""
+        return self.ici_link_bytes_per_s / self.devices_per_chip
 
     @property
     def ici_bytes_per_s(self) -> float:
@@ -95,12 +115,13 @@ class Chip:
 def _sources(page: str, **other: str) -> dict[str, str]:
     named = dict.fromkeys(("hbm_bytes_per_s", "peak_flops", "ici_link_bytes_per_s", "dcn_bytes_per_s"), page)
     clock = "peak bf16 rate over 2 x MXUs x MXU width squared; the compiler's own tables hold lower clocks"
+    named["largest_slice"] = f"{_DOCS}, the page of each chip"
     core = dict.fromkeys(("vmem_bytes", "mxus", "mxu_width"), "jax 0.10.2 pallas/mosaic/tpu_info.py")
     kinds = "device_kind of libtpu 0.0.42"
     return (
         named
         | core
-        | {"kinds": kinds, "hbm_bytes": _COMPILER, "f32": _F32, "row_copy_ns": _ROW, "clock_hz": clock}
+        | {"kinds": kinds, "rings": _RINGS, "hbm_bytes": _COMPILER, "f32": _F32, "row_copy_ns": _ROW, "clock_hz": clock}
         | other
     )
 
@@ -121,6 +142,7 @@ V5E = Chip(
     vmem_bytes=128 * MIB,
     mxus=4,
     mxu_width=128,
+    largest_slice=256,
     sources=_sources(
         f"{_DOCS}/v5e",
         peak_flops=f"bf16: {_DOCS}/v5e; int8: {_DOCS}/v6e; no FP8 units",
@@ -145,6 +167,7 @@ V5P = Chip(
     vmem_bytes=64 * MIB,
     mxus=4,
     mxu_width=128,
+    largest_slice=6144,
     sources=_sources(
         f"{_DOCS}/v5p",
         hbm_bytes_per_s=f"{_DOCS}/tpu7x (jax tpu_info has 2460 GB/s)",
@@ -170,6 +193,7 @@ V6E = Chip(
     vmem_bytes=128 * MIB,
     mxus=2,
     mxu_width=256,
+    largest_slice=256,
     sources=_sources(
         f"{_DOCS}/v6e",
         hbm_bytes_per_s=f"{_DOCS}/tpu7x ({_DOCS}/v6e has 1600 GB/s)",
@@ -195,6 +219,7 @@ TPU7X = Chip(
     vmem_bytes=64 * MIB,
     mxus=2,
     mxu_width=256,
+    largest_slice=9216,
     sources=_sources(
         f"{_DOCS}/tpu7x, half of a chip",
         peak_flops=f"{_DOCS}/tpu7x, half of a chip; no int8 units (jax 0.10.2 pallas/mosaic/tpu_info.py)",
@@ -205,9 +230,6 @@ TPU7X = Chip(
 
 CHIPS: Mapping[str, Chip] = {chip.name: chip for chip in (V5E, V5P, V6E, TPU7X)}
 """Chips by name. v4 is left out: ahead of time its chip shows as two devices, on hardware as one."""
-
-LARGEST: Mapping[str, int] = {"v5e": 256, "v5p": 6144, "v6e": 256, "tpu7x": 9216}
-"""Chips of the largest slice (docs.cloud.google.com/tpu/docs, the page of each chip)."""
 
 
 def chip(name: str) -> Chip:
@@ -235,18 +257,19 @@ def slice_shapes(name: str) -> tuple[tuple[int, ...], ...]:
     v5e and v6e: the vendor's list. v5p and TPU7x: the vendor's parts of a cube of 4 x 4 x 4, and whole cubes in
     ascending order, of which its pages list the most common.
     """
-    if chip(name).torus_dimensions == 2:
+    found = chip(name)
+    if found.torus_dimensions == 2:
         return ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
     parts = [(2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)]
-    sizes = range(4, LARGEST[name] // 16 + 1, 4)
+    sizes = range(4, found.largest_slice // 16 + 1, 4)
     cubes = [
         (a, b, c)
         for a in sizes
-        if a**3 <= LARGEST[name]
+        if a**3 <= found.largest_slice
         for b in sizes
-        if a <= b and a * b * b <= LARGEST[name]
+        if a <= b and a * b * b <= found.largest_slice
         for c in sizes
         # Rings of an axis longer than this are not offered.
-        if b <= c <= 32 and a * b * c <= LARGEST[name]
+        if b <= c <= 32 and a * b * c <= found.largest_slice
     ]
     return tuple(parts + sorted(cubes, key=lambda shape: (math.prod(shape), shape)))

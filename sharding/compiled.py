@@ -29,7 +29,7 @@ class CompiledStep:
 
     Attributes:
         placed: mesh and topology that it is for.
-        fits: whether the compiler could place it in HBM.
+        fits: whether the compiler could place it in HBM, and in what the chip's figures say there is.
         refusal: its message where it could not.
         lower_seconds, compile_seconds: on this machine.
         memory: bytes on one device.
@@ -37,7 +37,7 @@ class CompiledStep:
         temporaries: places in the working memory, the largest first, under the name of what makes them.
         program: what it does in one call on one device.
         text: the scheduled HLO module.
-        executable: JAX's compiled object; None where it does not fit.
+        executable: JAX's compiled object; None where the compiler could not place it.
     """
 
     placed: PlacedMesh
@@ -104,26 +104,28 @@ def compile_for(
     if executable is not None:
         memory = dataclasses.replace(memory, code=executable.memory_analysis().generated_code_size_in_bytes)
     elif (said := out_of_hbm(refusal or "")) is not None:
-        memory = dataclasses.replace(memory, limit=said[1])
+        memory = dataclasses.replace(memory, limit=min(said[1], memory.limit))
+    # The chip's figure is what the compiler says, rounded to hundredths of a GiB.
+    fits = executable is not None and memory.total <= memory.limit + 0.005 * 2**30
     axes = MeshAxes(tuple(mesh.shape.items()), topology.slices)
     return CompiledStep(
         placed=placed,
-        fits=executable is not None,
+        fits=fits,
         refusal=refusal,
         lower_seconds=lowered_at - start,
         compile_seconds=compiled_at - lowered_at,
         memory=memory,
         arguments=tuple(_named(plan, module, list(_labels(arguments, names)))),
         temporaries=plan.temporaries,
-        program=analyse(module, axes, shares=shares, copies_from=copies_from),
+        program=analyse(module, axes, torus=placed.torus, shares=shares, copies_from=copies_from),
         text=text,
         executable=executable,
     )
 
 
 _REFUSALS = (
-    re.compile(r"total memory required for HLO temporaries \(([\d.]+\w?)\) exceeds available HBM \(([\d.]+\w?)\)"),
-    re.compile(r"memory space hbm\. Used ([\d.]+\w?) of ([\d.]+\w?) hbm"),
+    re.compile(r"total memory required for HLO temporaries \(([\d.]+\w*)\) exceeds available HBM \(([\d.]+\w*)\)"),
+    re.compile(r"memory space hbm\. Used ([\d.]+\w*) of ([\d.]+\w*) hbm"),
 )
 
 
@@ -141,8 +143,8 @@ def out_of_hbm(message: str) -> tuple[int, int] | None:
 
 
 def _size(text: str) -> int:
-    units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-    return round(float(text.rstrip("KMGTB")) * units.get(text.rstrip("B")[-1], 1))
+    number, unit = re.fullmatch(r"([\d.]+)(\w*)", text).groups()  # type: ignore[union-attr]
+    return round(float(number) * 2 ** (10 * ("KMGTPEZY".find(unit[:1]) + 1 if unit else 0)))
 
 
 def _dumped(folder: Path, executable: Any, refusal: str | None) -> tuple[str, str]:

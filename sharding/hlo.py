@@ -16,6 +16,7 @@ from sharding.hlo_calls import Conditional, Loop, executions
 from sharding.hlo_collectives import Collective, MeshAxes, collectives
 from sharding.hlo_flops import cost_estimate, flops_of
 from sharding.hlo_text import HBM, Computation, Instruction, Module, arrays, element
+from sharding.links import Torus
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +95,7 @@ def analyse(
     module: Module | str,
     mesh: MeshAxes,
     *,
+    torus: Torus | None = None,
     shares: Mapping[str, Sequence[float]] | None = None,
     copies_from: int = 2**20,
 ) -> Program:
@@ -102,6 +104,7 @@ def analyse(
     Args:
         module: or its text, from `compiled.as_text()`.
         mesh: that it was compiled for.
+        torus: that the mesh's devices are on; without one collectives have no links.
         shares: how often each branch of a conditional is taken; see `sharding.hlo_calls.executions`.
         copies_from: bytes from which on a copy is listed.
     """
@@ -122,7 +125,7 @@ def analyse(
         flops=dict(flops),
         hbm_read=read,
         hbm_written=written,
-        collectives=collectives(module, runs.times, mesh),
+        collectives=collectives(module, runs.times, mesh, torus),
         copies=tuple(sorted(copies, key=lambda copy: -copy.bytes * copy.executed)),
         kernels=tuple(_kernels(module, runs.times)),
         loops=runs.loops,

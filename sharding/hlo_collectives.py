@@ -15,6 +15,7 @@ from sharding.hlo_bytes import hbm_bytes, is_note
 from sharding.hlo_calls import own_calls
 from sharding.hlo_flops import flops_of
 from sharding.hlo_text import Array, Computation, Instruction, Module, arrays
+from sharding.links import Route, Torus, leaving_bytes
 
 KINDS = (
     "all-reduce",
@@ -45,6 +46,8 @@ class Collective:
         overlapped: it is asynchronous and something is computed before its result is waited for.
         overlap_flops, overlap_hbm_bytes: what is computed and moved in that time, for one execution.
         op_name: where it is from.
+        leaving_bytes: of the bytes sent, those that go over ICI, since they leave the chip; see `links.leaving_bytes`.
+        route: how its groups lie on the torus; None between slices, and where no torus was given.
     """
 
     kind: str
@@ -60,6 +63,8 @@ class Collective:
     overlap_hbm_bytes: float
     op_name: str
     name: str
+    leaving_bytes: float = 0.0
+    route: Route | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,20 +83,40 @@ class MeshAxes:
         return MeshAxes(((first, size // self.slices), *rest))
 
 
-def collectives(module: Module, times: Mapping[str, float], mesh: MeshAxes) -> tuple[Collective, ...]:
+def collectives(
+    module: Module, times: Mapping[str, float], mesh: MeshAxes, torus: Torus | None = None
+) -> tuple[Collective, ...]:
     """All of them, those that never run left out; a start and its done are one.
 
     Args:
         times: executions of each computation.
+        torus: that the devices of a slice are on, in the order of the mesh; it gives each collective its links.
     """
-    found = []
+    found, routes = [], _Routes(torus)
     for name, executed in times.items():
         computation = module.computations[name]
         for instruction in computation.instructions.values():
             for inner, collective in _inside(module, computation, instruction):
                 if executed:
-                    found.append(_describe(module, computation, instruction, inner, collective, executed, mesh))
+                    found.append(_describe(module, computation, instruction, inner, collective, executed, mesh, routes))
     return tuple(found)
+
+
+class _Routes:
+    """Routes of groups; the same groups are asked for often."""
+
+    def __init__(self, torus: Torus | None):
+        self.torus = torus
+        self.known: dict[tuple[Groups | None, bool], Route] = {}
+
+    def of(self, groups: Groups | None, *, permute: bool) -> Route | None:
+        if self.torus is None:
+            return None
+        if (groups, permute) not in self.known:
+            self.known[groups, permute] = (
+                self.torus.route(groups, permute=permute) if groups else self.torus.everywhere()
+            )
+        return self.known[groups, permute]
 
 
 def _inside(
@@ -127,6 +152,7 @@ def _describe(
     instruction: Instruction,
     executed: float,
     mesh: MeshAxes,
+    routes: _Routes,
 ) -> Collective:
     kind = _kind(instruction) or ""
     operands = [array for value in inner.operand_types(instruction) for array in arrays(value)]
@@ -142,7 +168,10 @@ def _describe(
         operands = [array for value in computation.operand_types(outer) for array in arrays(value)]
     payload = sum(array.packed_bytes for array in operands if isinstance(array, Array))
     dcn = instruction.opcode == "send"
-    axes, whole, group = _groups(instruction, mesh, dcn)
+    groups = _groups(instruction, mesh, dcn)
+    axes, whole, group = _axes(instruction, groups, mesh, dcn)
+    route = None if dcn else routes.of(groups, permute=kind == "collective-permute")
+    sent = _sent(kind, payload, group)
     beside = list(_beside(module, computation, outer))
     return Collective(
         kind=kind,
@@ -151,13 +180,15 @@ def _describe(
         group=group,
         network="dcn" if dcn else "ici",
         payload_bytes=payload,
-        sent_bytes=_sent(kind, payload, group),
+        sent_bytes=sent,
         executed=executed,
         overlapped=bool(beside),
         overlap_flops=sum(sum(flops_of(module, where, other).values()) for where, other in beside),
         overlap_hbm_bytes=sum(sum(hbm_bytes(module, where, other)) for where, other in beside),
         op_name=outer.op_name or instruction.op_name,
         name=outer.name,
+        leaving_bytes=sent if route is None else leaving_bytes(kind, payload, route),
+        route=route,
     )
 
 
@@ -197,19 +228,29 @@ def _beside(module: Module, computation: Computation, start: Instruction) -> Ite
             yield computation, instruction
 
 
-def _groups(instruction: Instruction, mesh: MeshAxes, dcn: bool) -> tuple[tuple[str, ...], bool, int]:
-    """Mesh axes of the groups, whether the groups are whole axes, and devices in a group."""
-    local = mesh if dcn or mesh.slices == 1 else mesh.in_one_slice()
+def _groups(instruction: Instruction, mesh: MeshAxes, dcn: bool) -> Groups | None:
+    """Its groups of devices, by number in the mesh (of one slice, inside of slices); None where they cannot be told."""
     if dcn:
         match = re.search(r'_xla_megascale_target="?(\{\{.*?\}\}|\{[\d,]+\}x\{\d+:\d+\})', instruction.attributes)
-        groups = _read_target(match[1], mesh) if match else None
-    elif instruction.opcode.startswith("collective-permute"):
-        pairs = _nested(instruction.attribute("source_target_pairs"))
-        return (*_permuted(pairs, local), 2)
-    else:
-        groups = read_groups(instruction.attribute("replica_groups"), local.devices)
+        return _read_target(match[1], mesh) if match else None
+    if instruction.opcode.startswith("collective-permute"):
+        return _nested(instruction.attribute("source_target_pairs"))
+    return read_groups(instruction.attribute("replica_groups"), _local(mesh, dcn).devices)
+
+
+def _local(mesh: MeshAxes, dcn: bool) -> MeshAxes:
+    return mesh if dcn or mesh.slices == 1 else mesh.in_one_slice()
+
+
+def _axes(
+    instruction: Instruction, groups: Groups | None, mesh: MeshAxes, dcn: bool
+) -> tuple[tuple[str, ...], bool, int]:
+    """Mesh axes of the groups, whether the groups are whole axes, and devices in a group."""
+    local = _local(mesh, dcn)
     if groups is None:
         return (), False, 1
+    if instruction.opcode.startswith("collective-permute"):
+        return (*_permuted(groups, local), 2)
     axes, whole = axes_of_groups(groups, local)
     return axes, whole, len(groups[0])
 

@@ -14,14 +14,20 @@ import os
 import re
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from sharding import chips
 from sharding.errors import InputError
 from sharding.layout import SINGLE, Layout
+from sharding.links import Torus
 
 _NAME = re.compile(r"(?:(\d+)x)?([a-z]\w*):(\d+(?:x\d+)*)")
+
+
+class NoCompilerError(InputError):
+    """The compiler is not installed, or does not know the slice: what needs no compiler can be said of it still."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +97,16 @@ class Topology:
                 f"layout {layout.name} is for {layout.slices} slices, {self.name} has {self.slices}: set slices to that"
             )
 
+    def torus(self, mesh: Mesh) -> Torus:
+        """Where the devices of a mesh over these slices are; of the first slice, which the outermost axis begins with.
+
+        Args:
+            mesh: its devices say where they are (`coords`), as those of TPUs do.
+        """
+        own = list(mesh.devices.flat)[: self.devices_per_slice]
+        places = tuple(tuple(int(at) for at in device.coords[: len(self.shape)]) for device in own)
+        return Torus(self.shape, self.chip.rings(self.shape), places)
+
     def mesh(self, layout: Layout) -> PlacedMesh:
         """The layout's mesh over the compiler's abstract devices.
 
@@ -98,7 +114,8 @@ class Topology:
         across slices.
 
         Raises:
-            InputError: the layout has other sizes, or libtpu is not installed.
+            InputError: the layout has other sizes.
+            NoCompilerError: libtpu is not installed, or does not know the slice.
         """
         self.check(layout)
         ordered, placement = _place(_devices(self), layout)
@@ -117,6 +134,11 @@ class PlacedMesh:
     mesh: Mesh
     placement: str
     topology: Topology
+
+    @functools.cached_property
+    def torus(self) -> Torus:
+        """Where the devices of a slice are on its torus; all slices are alike."""
+        return self.topology.torus(self.mesh)
 
 
 def one_device(chip: str) -> PlacedMesh:
@@ -162,7 +184,9 @@ def _resized(layout: Layout, topology: Topology) -> str:
 def _devices(topology: Topology) -> tuple[Any, ...]:
     """The compiler's devices; loads libtpu when called for the first time."""
     if importlib.util.find_spec("libtpu") is None:
-        raise InputError("the TPU compiler (libtpu) is not installed, expected after `pip install 'glm52-jax[plan]'`")
+        raise NoCompilerError(
+            "the TPU compiler (libtpu) is not installed, expected after `pip install 'glm52-jax[plan]'`"
+        )
     # libtpu would otherwise look for a metadata server, take a lock that a second process then fails on, and warn that
     # it does not know its host. Whoever set these on a real TPU host keeps them.
     for name, value in {
@@ -178,7 +202,13 @@ def _devices(topology: Topology) -> tuple[Any, ...]:
     if topology.chips_per_slice == 1:
         options["chips_per_host_bounds"] = (1, 1, 1)
     name = _name(topology.chip.name, topology.shape)
-    return tuple(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
+    try:
+        return tuple(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
+    except jax.errors.JaxRuntimeError as error:
+        raise NoCompilerError(
+            f"the TPU compiler (libtpu) has no slice {name}, so nothing can be compiled for it "
+            f"({str(error).splitlines()[0]})"
+        ) from error
 
 
 def _place(devices: tuple[Any, ...], layout: Layout) -> tuple[np.ndarray, str]:

@@ -1,5 +1,7 @@
 """Functions compiled for TPUs that are not there: counts by hand, the compiler's memory plan, what does not fit."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from sharding import chips
 from sharding.compiled import compile_for
 from sharding.layout import Layout
 from sharding.topology import Topology
@@ -280,3 +283,15 @@ def test_parts_add_up_to_the_compilers_peak(one, cache_arguments):
 def test_a_failure_of_another_kind_is_raised(one):
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_flag"):
         compile_for(lambda x: x * 2, (array(one, (8, 128)),), one, options={"xla_no_such_flag": "1"})
+
+
+def test_a_chip_with_less_memory_than_the_compilers_does_not_fit():
+    """Figures of one's own count, not those of libtpu's chip of the same name."""
+    for less, fits in ((0, True), (2**24, False)):
+        placed = Topology(dataclasses.replace(chips.V5E, hbm_bytes=chips.V5E.hbm_bytes - less), (1, 1)).mesh(Layout())
+        x = array(placed, (chips.V5E.hbm_bytes // 4096 - 2000, 2048))
+        step = compile_for(lambda x: x[0] * 2, (x,), placed)
+        assert step.executable is not None
+        assert step.fits is fits
+        assert (step.memory.free >= 0) is fits
+        assert step.memory.limit == chips.V5E.hbm_bytes - less

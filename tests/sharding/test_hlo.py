@@ -218,3 +218,13 @@ def test_refusals():
     assert out_of_hbm(second) == (int(16.5 * 2**30), int(15.75 * 2**30))
     assert out_of_hbm("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 1M of 0M vmem.") is None
     assert out_of_hbm("INVALID_ARGUMENT") is None
+
+
+@pytest.mark.parametrize(
+    ("needed", "size"),
+    [("512", 512), ("512B", 512), ("1.5K", 1536), ("54.70G", round(54.7 * 2**30)), ("9.58P", round(9.58 * 2**50))],
+)
+def test_sizes_of_any_magnitude_are_read_from_a_refusal(needed, size):
+    said = f"RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used {needed} of 95.74G hbm. Exceeded hbm."
+    assert out_of_hbm(said) == (size, round(95.74 * 2**30))
+    assert out_of_hbm(said.replace("RESOURCE_EXHAUSTED", "INTERNAL")) is None

@@ -75,7 +75,7 @@ def test_chips_have_sources_and_fall_back_to_bf16(chip):
     assert 3 < chip.row_copy_ns < 6
     with pytest.raises(InputError, match="int4"):
         chip.peak("int4")
-    assert all(np.prod(shape) <= chips.LARGEST[chip.name] for shape in chips.slice_shapes(chip.name))
+    assert all(np.prod(shape) <= chip.largest_slice for shape in chips.slice_shapes(chip.name))
 
 
 def test_two_devices_share_a_tpu7x_chip():
