@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,21 +13,28 @@ import click
 
 from glm52_jax.config import FULL, ModelConfig, load_config
 from glm52_jax.errors import InputError
-from glm52_jax.lengths import LENGTH
+from glm52_jax.lengths import LENGTH, short_length
 from glm52_jax.terminal import screen, spinner
 
 if TYPE_CHECKING:
     from infer.plan.plan import Plan
     from infer.plan.request import Request
+    from infer.plan.sweep import Refused
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("model")
-@click.option("--topology", required=True, help="Slices, such as v5p:4x4x4, or 2xv6e:16x16; several for --sweep.")
+@click.option(
+    "--topology",
+    required=True,
+    multiple=True,
+    help="Slices, such as v5p:4x4x4, or 2xv6e:16x16; several for --sweep.",
+)
 @click.option(
     "--layout",
-    default="throughput",
+    default=["throughput"],
     show_default=True,
+    multiple=True,
     help="throughput, latency, long_context, sizes such as expert=16,tensor=4, or a TOML file; several for --sweep.",
 )
 @click.option("--step", type=click.Choice(["decode", "verify", "prefill"]), default="decode", show_default=True)
@@ -43,14 +52,18 @@ if TYPE_CHECKING:
 @click.option("--halves", is_flag=True, help="Exchange rows with experts in two halves, one under the other's compute.")
 @click.option("--all-full", is_flag=True, help="An indexer on every layer, to see what IndexShare saves.")
 @click.option("--fit", is_flag=True, help="The largest batch for the context and the largest context for the batch.")
-@click.option("--sweep", is_flag=True, help="Every slice with every layout, in one table; both are lists with commas.")
+@click.option(
+    "--sweep",
+    is_flag=True,
+    help="Every slice with every layout, in one table, the most tokens a second and chip first; see docs/plan.md.",
+)
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw memory and floors to this PNG file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--fresh", is_flag=True, help="Compile even what has been planned before.")
 def plan(
     model: str,
-    topology: str,
-    layout: str,
+    topology: tuple[str, ...],
+    layout: tuple[str, ...],
     step: str,
     batch: int,
     context: int,
@@ -76,43 +89,90 @@ def plan(
     options: dict[str, Any] = {"kv": kv, "kernels": kernels, "row_copy_ns": row_copy_ns, "halves": halves}
     options |= {"chunk": chunk} if step == "prefill" else {}
     options |= {"draft_tokens": draft_tokens} if step == "verify" else {}
-    from infer.plan import sweep as several
+    if plot:
+        from infer.plan.picture import check
+
+        check(plot)
+    from infer.plan.report import ranked
     from infer.plan.request import request
+    from infer.plan.sweep import each
 
-    def note(text: str) -> None:
-        screen(stderr=True, soft_wrap=True).print(f"not planned: {text}", style="yellow")
-
-    slices, layouts = (topology.split(","), _layouts(layout)) if sweep else ([topology], [layout])
-    asked = several.each(
-        [(one, name) for one in slices for name in layouts],
+    asked, refused = each(
+        _pairs(topology, layout, sweep=sweep),
         lambda pair: request(config, *pair, step, batch=batch, context=context, **options),
-        lambda pair: f"{pair[0].strip()}, layout {pair[1].strip()}",
-        note,
+        lambda pair: pair,
     )
-    plans = several.each(
+    _note(refused)
+    plans, uncompiled = each(
         asked,
         lambda one: _fitted(one, fresh) if fit else [_made(one, fresh)],
-        lambda one: f"{one.topology.name}, layout {one.layout.name}",
-        note,
+        lambda one: (one.topology.name, one.layout.name),
     )
+    _note(uncompiled)
+    refused += uncompiled
     made = [one for some in plans for one in some]
+    made = ranked(made) if sweep else made
     if plot:
-        from infer.plan.report import draw
+        from infer.plan.picture import draw
 
         draw(plot, made)
     if as_json:
-        click.echo(json.dumps([one.as_json() for one in made], indent=2))
+        click.echo(json.dumps([one.as_json() for one in [*made, *refused]], indent=2))
     else:
-        _print(made, sweep=sweep or fit)
+        _print(made, refused, table=sweep or fit)
     if not any(one.fits for one in made):
         raise SystemExit(1)
+
+
+def _pairs(topologies: Sequence[str], layouts: Sequence[str], *, sweep: bool) -> list[tuple[str, str]]:
+    """Each slice with each layout."""
+    from infer.plan import sweep as several
+
+    if sweep:
+        topologies, layouts = several.names(topologies), several.layouts(layouts)
+    elif len(several.names(topologies)) > 1 or len(layouts) > 1 or _lists(layouts[0]):
+        named = " ".join(
+            [*(f"--topology {one}" for one in topologies), *(f"--layout {one}" for one in layouts)],
+        )
+        raise InputError(f"{named}: expected one slice and one layout; several are for --sweep")
+    return [(one, name) for one in topologies for name in layouts]
+
+
+def _lists(layout: str) -> bool:
+    from infer.plan.sweep import layouts
+
+    return not layout.endswith(".toml") and len(layouts([layout])) > 1
+
+
+def _note(refused: Sequence[Refused]) -> None:
+    for one in refused:
+        text = f"not planned: {one.topology}, layout {one.layout}: {one.why}"
+        screen(stderr=True, soft_wrap=True).print(text, style="yellow")
 
 
 def _made(asked: Request, fresh: bool) -> Plan:
     from infer.plan.stored import planned
 
-    with spinner(screen(stderr=True), f"compiling {asked.step} for {asked.topology.name}"):
-        return planned(asked, fresh=fresh)
+    made = planned(asked, fresh=fresh, compiling=lambda: _compiling(asked))
+    console = screen(stderr=True, soft_wrap=True)
+    if made.compiled and not made.stored and not console.is_terminal:
+        free = made.memory["free"] / 2**30
+        console.print(f"{'fits' if made.fits else 'does not fit'}, {free:,.2f} GiB free")
+    return made
+
+
+@contextlib.contextmanager
+def _compiling(asked: Request) -> Generator[None]:
+    """Says what is compiled: beside a spinner, or as a line where nobody would see it turn."""
+    context = short_length(asked.context)
+    what = f"compiling {asked.step} for {asked.topology.name}, {asked.layout.name}, batch {asked.batch}, {context}"
+    console = screen(stderr=True, soft_wrap=True)
+    if console.is_terminal:
+        with spinner(console, what):
+            yield
+    else:
+        console.print(what)
+        yield
 
 
 def _fitted(asked: Request, fresh: bool) -> list[Plan]:
@@ -122,26 +182,15 @@ def _fitted(asked: Request, fresh: bool) -> list[Plan]:
     return [largest(asked, lambda sized: _made(sized, fresh)).plan for largest in (largest_batch, largest_context)]
 
 
-def _print(made: list[Plan], *, sweep: bool) -> None:
+def _print(made: list[Plan], refused: Sequence[Refused], *, table: bool) -> None:
     from infer.plan.report import show, show_many
 
     console = screen(width=160)
-    if sweep:
-        show_many(console, made)
+    if table:
+        show_many(console, made, refused)
     else:
         for one in made:
             show(console, one)
-
-
-def _layouts(text: str) -> list[str]:
-    """A list of layouts; the sizes of one are separated by commas too."""
-    found: list[str] = []
-    for part in text.split(","):
-        if "=" in part and found and "=" in found[-1]:
-            found[-1] += f",{part}"
-        else:
-            found.append(part)
-    return found
 
 
 def _every_layer_full(config: ModelConfig) -> ModelConfig:

@@ -7,32 +7,22 @@ time. None of them is a prediction.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from typing import Any
 
+import jax
+
 from glm52_jax.config import FULL, SPARSE, ModelConfig
+from glm52_jax.errors import InputError
 from glm52_jax.params import abstract_params
 from infer.plan.account import Account
+from infer.plan.floors import Floor, collectives, floors
 from infer.plan.request import Request, accounted, described, request
 from sharding.layout import Layout
 
 LARGE = 64 * 10**6
 """Bytes from which on a copy or an array that every device has is worth a warning."""
 LARGEST_TEMPORARIES = 5
-
-
-@dataclasses.dataclass(frozen=True)
-class Floor:
-    """A time that the step takes at least, by one resource.
-
-    Attributes:
-        resource: "compute", "HBM", "ICI", "DCN" or "row copies".
-        seconds: of one step.
-        of: what it is made of, in words.
-    """
-
-    resource: str
-    seconds: float
-    of: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,14 +36,16 @@ class Plan:
         fits: whether it fits; by the account alone where nothing was compiled.
         memory: bytes: "arguments", "outputs", "temporaries", "total", "limit", "free", "code".
         temporaries: the largest places of the working memory: name, shape, bytes.
-        collectives: kind, mesh axes, network, bytes sent, how often, how many overlap with computation.
+        collectives: kind, mesh axes, network, links and placement, bytes sent; see `floors.collectives`.
         flops: operations by type.
         hbm_bytes: moved to and from HBM.
         floors: of the time of a step, the longest first.
-        tokens_per_second_per_device: at the longest floor.
+        tokens_per_second_per_device: of sequences, not of padding, at the longest floor.
         kernels: custom calls by name: how often they run, and the operations and bytes that they state, all together.
         warnings: sentences.
-        seconds: of lowering and compiling, here.
+        seconds: of lowering and compiling, when it was made.
+        made: when that was, in UTC; None where nothing was compiled.
+        stored: whether it was made before and found again.
         refusal: what the compiler said where it does not fit.
     """
 
@@ -72,6 +64,8 @@ class Plan:
     warnings: list[str]
     seconds: dict[str, float]
     refusal: str | None = None
+    made: str | None = None
+    stored: bool = dataclasses.field(default=False, compare=False)
 
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {"total_of_account": self.account.total}
@@ -87,27 +81,32 @@ def compile_plan(asked: Request) -> Plan:
     """Compiles the step of a request.
 
     Raises:
-        InputError: libtpu is not installed.
+        InputError: the compiler refuses the step for another reason than its memory.
+        NoCompilerError: libtpu is not installed, or does not know the slice.
     """
     from sharding.compiled import compile_for
 
     placed = asked.topology.mesh(asked.layout)
     provider = asked.provider(placed.mesh)
     step = getattr(provider, asked.step)(abstract_params(asked.config))
-    compiled = compile_for(
-        step.function,
-        step.arguments,
-        placed,
-        donate=[step.names.index(name) for name in step.donated],
-        names=step.names,
-        shares=shares(asked.config),
-        copies_from=LARGE,
-        options=provider.compiler_options,
-    )
+    try:
+        compiled = compile_for(
+            step.function,
+            step.arguments,
+            placed,
+            donate=[step.names.index(name) for name in step.donated],
+            names=step.names,
+            shares=shares(asked.config),
+            copies_from=LARGE,
+            options=provider.compiler_options,
+        )
+    except jax.errors.JaxRuntimeError as error:
+        said = str(error).splitlines()[0]
+        raise InputError(f"the TPU compiler cannot make {asked.step} for {asked.topology.name}: {said}") from error
     memory, program = compiled.memory, compiled.program
     own = accounted(asked)
-    floors = sorted(_floors(asked, program), key=lambda floor: -floor.seconds)
-    longest = floors[0].seconds if floors else 0.0
+    found = floors(asked, program)
+    longest = found[0].seconds
     return Plan(
         request=described(asked) | {"placement": placed.placement},
         account=own,
@@ -121,18 +120,19 @@ def compile_plan(asked: Request) -> Plan:
             {"name": place.label, "shape": place.shape, "bytes": place.bytes}
             for place in compiled.temporaries[:LARGEST_TEMPORARIES]
         ],
-        collectives=_collectives(program),
+        collectives=collectives(program, asked.topology.chip),
         flops={name: float(count) for name, count in program.flops.items()},
         hbm_bytes=float(program.hbm_bytes),
-        floors=floors,
+        floors=found,
         tokens_per_second_per_device=asked.tokens / longest / asked.layout.devices if longest else None,
         kernels=[
             {"name": k.name, "executed": k.executed, "flops": k.flops, "hbm_bytes": k.hbm_bytes}
             for k in program.kernels
         ],
-        warnings=_warnings(own, compiled),
+        warnings=_filled_up(asked) + _warnings(own, compiled),
         seconds={"lower": compiled.lower_seconds, "compile": compiled.compile_seconds},
         refusal=compiled.refusal,
+        made=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
 
 
@@ -152,7 +152,10 @@ def analytic_plan(asked: Request, why: str) -> Plan:
         floors=[],
         tokens_per_second_per_device=None,
         kernels=[],
-        warnings=[f"{why}; this is the account alone, without temporaries, collectives and floors"],
+        warnings=[
+            *_filled_up(asked),
+            f"{why}; this is the account alone, without temporaries, collectives and floors",
+        ],
         seconds={},
     )
 
@@ -165,67 +168,14 @@ def shares(config: ModelConfig) -> dict[str, tuple[float, float]]:
     return {"attention/cond": (1 - full, full), "mlp/cond": (sparse, 1 - sparse)}
 
 
-def _floors(asked: Request, program: Any) -> list[Floor]:
-    chip = asked.topology.chip
-    # What kernels state has no type: the fastest one is still a floor.
-    peaks = {dtype: chip.peak("fp8" if dtype == "kernel" else dtype) for dtype in program.flops}
-    compute = sum(count / peaks[dtype] for dtype, count in program.flops.items())
-    operations = ", ".join(f"{count / 1e12:.3g} T of {dtype}" for dtype, count in program.flops.items())
-    sent = {"ici": 0.0, "dcn": 0.0}
-    for (_, _, network), size in program.sent_bytes().items():
-        sent[network] += size
-    floors = [
-        Floor("compute", compute, f"operations: {operations}"),
-        Floor(
-            "HBM",
-            program.hbm_bytes / chip.hbm_bytes_per_s,
-            f"{program.hbm_bytes / 1e9:,.1f} GB at {chip.hbm_bytes_per_s / 1e12:.3g} TB/s",
-        ),
+def _filled_up(asked: Request) -> list[str]:
+    if not asked.padding:
+        return []
+    parts = asked.layout.parts("batch")
+    return [
+        f"{asked.sequences:,} {'sequence is' if asked.sequences == 1 else 'sequences are'} filled up to a batch of "
+        f"{asked.batch:,}, a multiple of the {parts:,} devices that share it; rates count the {asked.sequences:,} alone"
     ]
-    for network, rate in (("ici", chip.ici_bytes_per_s), ("dcn", chip.dcn_bytes_per_s)):
-        if sent[network]:
-            floors.append(
-                Floor(network.upper(), sent[network] / rate, f"{sent[network] / 1e9:.3g} GB at {rate / 1e9:.3g} GB/s")
-            )
-    rows = _selected_rows(asked)
-    cost = asked.row_copy_cost
-    cores = chip.cores_per_device
-    of = f"{rows:,.0f} rows of the cache at {cost:.3g} ns" + (f" on each of {cores} cores" if cores > 1 else "")
-    floors.append(Floor("row copies", rows * cost / 1e9 / cores, of))
-    return floors
-
-
-def _selected_rows(asked: Request) -> float:
-    """Rows of latents that a device's queries select in a step, when selections are even over the devices."""
-    config, layout = asked.config, asked.layout
-    each = {"prefill": asked.chunk / layout.parts("tokens"), "verify": asked.draft_tokens + 1}.get(asked.step, 1)
-    # Of the devices that have the most sequences: rows of padding are on others.
-    queries = asked.batch // layout.parts("batch") * each
-    chosen = min(config.index_topk, asked.context)
-    return config.num_hidden_layers * queries * chosen / layout.parts("kv_pages")
-
-
-def _collectives(program: Any) -> list[dict[str, Any]]:
-    """Collectives of one kind, axis and network together, the most bytes first."""
-    found: dict[tuple[str, tuple[str, ...], str], dict[str, Any]] = {}
-    for one in program.collectives:
-        if not one.executed:
-            continue
-        row = found.setdefault(
-            (one.kind, one.axes, one.network),
-            {
-                "kind": one.kind,
-                "axes": list(one.axes),
-                "network": one.network,
-                "bytes": 0.0,
-                "executed": 0.0,
-                "overlapped": 0.0,
-            },
-        )
-        row["bytes"] += one.sent_bytes * one.executed
-        row["executed"] += one.executed
-        row["overlapped"] += one.executed * one.overlapped
-    return sorted(found.values(), key=lambda row: -row["bytes"])
 
 
 def _warnings(own: Account, compiled: Any) -> list[str]:

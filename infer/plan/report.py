@@ -1,25 +1,34 @@
-"""Plans as text for people: one in full, several in a table, and both as a picture."""
+"""Plans as text for people: one in full, or several in a table."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from glm52_jax.errors import InputError
 from glm52_jax.lengths import short_length
 from infer.plan.plan import Plan
+from infer.plan.sweep import Refused
 
 GIB = 2**30
-_WORDS = ("of", "shape", "axes", "network", "layout", "binds")  # columns that are no numbers
+_WORDS = (
+    "of",
+    "shape",
+    "axes",
+    "network",
+    "placement",
+    "layout",
+    "binds",
+    "not planned because",
+)  # columns that are no numbers
 
 
 def show(console: Console, plan: Plan) -> None:
     """Everything of one plan."""
     console.print(_headline(plan), style="bold", soft_wrap=True)
+    console.print(_rules(plan), style="dim", soft_wrap=True)
     console.print(_verdict(plan), style="green" if plan.fits else "red", soft_wrap=True)
     console.print(_memory(plan))
     if plan.temporaries:
@@ -34,8 +43,17 @@ def show(console: Console, plan: Plan) -> None:
     for warning in plan.warnings:
         console.print(f"note: {warning}", style="yellow", soft_wrap=True)
     if plan.seconds:
-        lower, compiled = plan.seconds["lower"], plan.seconds["compile"]
-        console.print(f"lowered in {lower:.1f} s, compiled in {compiled:.1f} s", style="dim")
+        console.print(_made(plan), style="dim")
+
+
+def _made(plan: Plan) -> str:
+    lower, compiled = plan.seconds["lower"], plan.seconds["compile"]
+    if plan.stored:
+        return (
+            f"stored, made on {plan.made}: then lowered in {lower:.1f} s and compiled in {compiled:.1f} s "
+            "(--fresh compiles again)"
+        )
+    return f"lowered in {lower:.1f} s, compiled in {compiled:.1f} s"
 
 
 def _headline(plan: Plan) -> str:
@@ -43,18 +61,31 @@ def _headline(plan: Plan) -> str:
     sizes = f"data {r['data']} x expert {r['expert']} x tensor {r['tensor']}"
     size = f", chunk {short_length(r['chunk'])}" if r["chunk"] else ""
     size += f", {r['draft_tokens']} drafts" if r["draft_tokens"] else ""
+    batch = f"batch {r['batch']:,}" + (f" ({r['sequences']:,} of them sequences)" if r["padding"] else "")
+    other = ", rows exchanged in two halves" if r["halves"] else ""
+    other += f", {r['kernels']} kernels" if r["kernels"] else ""
+    placed = f", placed: {r['placement']}" if r.get("placement") else ""
     return (
-        f"{r['step']} on {r['topology']}: {r['devices']} devices, {r['layout']} ({sizes}), batch {r['batch']}, context "
-        f"{short_length(r['context'])}{size}, weights {r['weights']}, cache {r['kv']}"
+        f"{r['step']} on {r['topology']}: {r['devices']} devices, {r['layout']} ({sizes}{placed}), {batch}, context "
+        f"{short_length(r['context'])}{size}, weights {r['weights']}, cache {r['kv']}{other}"
     )
+
+
+def _rules(plan: Plan) -> str:
+    """The rules in force; an axis of one device divides nothing."""
+    divided = {
+        name: [axis for axis in axes if plan.request[axis] > 1] for name, axes in sorted(plan.request["rules"].items())
+    }
+    words = [f"{name} over {' and '.join(axes)}" for name, axes in divided.items() if axes]
+    return f"rules: {'; '.join(words) or 'nothing is divided'}"
 
 
 def _verdict(plan: Plan) -> str:
     free = plan.memory["free"]
     how = "" if plan.compiled else " by the account alone"
     if plan.fits:
-        return f"fits{how}: {free / GIB:.2f} GiB of {plan.memory['limit'] / GIB:.2f} GiB free on each device"
-    return f"does not fit{how}: {-free / GIB:.2f} GiB more than the {plan.memory['limit'] / GIB:.2f} GiB of each device"
+        return f"fits{how}: {_gib(free)} GiB of {_gib(plan.memory['limit'])} GiB free on each device"
+    return f"does not fit{how}: {_gib(-free)} GiB more than the {_gib(plan.memory['limit'])} GiB of each device"
 
 
 def _memory(plan: Plan) -> Table:
@@ -82,11 +113,19 @@ def _temporaries(plan: Plan) -> Table:
 
 
 def _collectives(plan: Plan) -> Table:
-    table = _table("collectives", "axes", "network", "MB sent", "times", "overlapped")
+    table = _table("collectives", "axes", "network", "placement", "links", "MB sent", "ms", "times", "overlapped")
     for row in plan.collectives:
-        axes = ", ".join(row["axes"]) or "?"
-        times = f"{row['executed']:,.0f}", f"{row['overlapped']:,.0f}"
-        table.add_row(row["kind"], axes, row["network"].upper(), f"{row['bytes'] / 1e6:,.1f}", *times)
+        table.add_row(
+            row["kind"],
+            ", ".join(row["axes"]) or "?",
+            row["network"].upper(),
+            row["placement"] or "-",
+            "-" if row["links"] is None else f"{row['links']:.3g}",
+            f"{row['bytes'] / 1e6:,.1f}",
+            f"{row['seconds'] * 1e3:,.3f}",
+            f"{row['executed']:,.0f}",
+            f"{row['overlapped']:,.0f}",
+        )
     return table
 
 
@@ -111,83 +150,52 @@ def _floors(plan: Plan) -> Table:
 
 def _binding(plan: Plan) -> str:
     longest = plan.floors[0]
-    rate = plan.tokens_per_second_per_device or 0.0
-    chips = plan.request["devices"] / plan.request["chips"]
     return (
         f"{longest.resource} binds: no less than {longest.seconds * 1e3:,.2f} ms a step, so at most "
-        f"{rate * chips:,.1f} tokens a second and chip; a floor, not a prediction"
+        f"{_rate(plan) or 0.0:,.1f} tokens a second and chip; a floor, not a prediction"
     )
 
 
-def show_many(console: Console, plans: Sequence[Plan]) -> None:
-    """One row a plan."""
+def ranked(plans: Sequence[Plan]) -> list[Plan]:
+    """What fits first, and of that the most tokens a second and chip."""
+    return sorted(plans, key=lambda plan: (not plan.fits, -(_rate(plan) or 0.0)))
+
+
+def _rate(plan: Plan) -> float | None:
+    """Tokens a second and chip, of sequences and not of padding."""
+    rate = plan.tokens_per_second_per_device
+    return None if rate is None else rate * plan.request["devices"] / plan.request["chips"]
+
+
+def show_many(console: Console, plans: Sequence[Plan], refused: Sequence[Refused] = ()) -> None:
+    """One row a plan, and one each that could not be planned."""
     sizes = "data x expert x tensor"
-    table = _table("slice", "layout", sizes, "batch", "context", "fits", "GiB free", "binds", "ms", "tok/s/chip")
+    columns = ["layout", sizes, "batch", "context", "fits", "GiB free", "binds", "ms", "tok/s/chip"]
+    table = _table("slice", *columns, *(["not planned because"] if refused else []))
     for plan in plans:
         r = plan.request
-        longest = plan.floors[0] if plan.floors else None
-        chips = r["devices"] / r["chips"]
+        longest, rate = plan.floors[0] if plan.floors else None, _rate(plan)
         table.add_row(
             r["topology"],
             r["layout"],
             f"{r['data']} x {r['expert']} x {r['tensor']}",
-            str(r["batch"]),
+            f"{r['sequences']:,}" + (f" of {r['batch']:,}" if r["padding"] else ""),
             short_length(r["context"]),
             "yes" if plan.fits else "no",
-            f"{plan.memory['free'] / GIB:.2f}",
+            _gib(plan.memory["free"]),
             longest.resource if longest else "-",
             f"{longest.seconds * 1e3:,.2f}" if longest else "-",
-            f"{(plan.tokens_per_second_per_device or 0) * chips:,.1f}" if longest else "-",
+            "-" if rate is None else f"{rate:,.1f}",
         )
+    for one in refused:
+        table.add_row(one.topology, one.layout, *["-"] * (len(columns) - 1), one.why)
     console.print(table)
     console.print("ms and tokens are those of the longest floor: at least, and at most; not a prediction", style="dim")
-
-
-def draw(path: Path, plans: Sequence[Plan]) -> None:
-    """A picture of memory by part and of the floors, one bar a plan.
-
-    Raises:
-        InputError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InputError("--plot needs matplotlib: pip install 'glm52-jax[plan]'") from None
-    mpl.rcParams["font.size"] = 9
-    names = [f"{p.request['topology']}\n{p.request['layout']}, b {p.request['batch']}" for p in plans]
-    figure = Figure(figsize=(max(7.0, 1.5 * len(plans) + 3), 7.5), layout="constrained")
-    memory, floors = figure.subplots(2, 1)
-    parts = {
-        "experts": lambda p: p.account.parameters.get("routed experts", 0),
-        "other parameters": lambda p: (
-            sum(p.account.parameters.values()) - p.account.parameters.get("routed experts", 0)
-        ),
-        "latent cache": lambda p: p.account.latent,
-        "index keys": lambda p: p.account.index_keys,
-        "temporaries": lambda p: p.memory.get("temporaries", 0),
-    }
-    bottom = [0.0] * len(plans)
-    for label, size in parts.items():
-        heights = [size(p) / GIB for p in plans]
-        memory.bar(names, heights, 0.6, bottom=bottom, label=label)
-        bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-    for place, plan in enumerate(plans):
-        limit = plan.memory["limit"] / GIB
-        memory.plot([place - 0.4, place + 0.4], [limit, limit], color="black", linewidth=1.5, label=None)
-    memory.set_ylabel("GiB on a device (line: what there is)")
-    memory.legend(fontsize=8)
-    resources = list(dict.fromkeys(floor.resource for plan in plans for floor in plan.floors))
-    width = 0.8 / max(1, len(resources))
-    for number, resource in enumerate(resources):
-        heights = [sum(f.seconds for f in plan.floors if f.resource == resource) * 1e3 for plan in plans]
-        places = [place - 0.4 + width * (number + 0.5) for place in range(len(plans))]
-        floors.bar(places, heights, width, label=resource)
-    floors.set_xticks(range(len(plans)), names)
-    floors.set_yscale("log")
-    floors.set_ylabel("floor of a step's time, ms")
-    floors.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
+    for note in dict.fromkeys(warning for plan in plans for warning in plan.warnings if not plan.compiled):
+        console.print(f"note: {note}", style="yellow", soft_wrap=True)
+    if any(plan.request["padding"] for plan in plans):
+        note = "of a batch `1 of 8` one row is a sequence, seven fill it up; tokens are those of sequences"
+        console.print(f"note: {note}", style="yellow", soft_wrap=True)
 
 
 def _table(first: str, *columns: str) -> Table:
@@ -199,4 +207,4 @@ def _table(first: str, *columns: str) -> Table:
 
 
 def _gib(size: float) -> str:
-    return f"{size / GIB:.2f}"
+    return f"{size / GIB:,.2f}"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-import numbers
-import operator
 from typing import Any
 
 import jax
@@ -16,6 +14,7 @@ from glm52_jax.errors import InputError
 from glm52_jax.kernels import resolve_backend
 from glm52_jax.params import abstract_params
 from glm52_jax.row_formats import CACHE_FORMATS, CacheFormat
+from glm52_jax.user_values import number, whole_number
 from infer.plan.account import Account, account, parameter_bytes
 from infer.speculative import MAX_DRAFT_TOKENS
 from infer.steps import StepProvider
@@ -151,7 +150,7 @@ def request(
         raise InputError(f"topology and layout are {topology!r} and {layout!r}, expected names, a Topology, a Layout")
     if step not in STEPS:
         raise InputError(f"step is {step!r}, expected {', '.join(STEPS)}")
-    batch, context = _whole("batch", batch, 1, MOST), _whole("context", context, 1, MOST)
+    batch, context = whole_number(batch, "batch", 1, MOST), whole_number(context, "context", 1)
     if context > config.max_position_embeddings:
         raise InputError(
             f"context is {context}, expected 1 to {config.max_position_embeddings}, the model's max_position_embeddings"
@@ -163,16 +162,6 @@ def request(
         candidates = read_layouts(layout, topology.device_count, topology.slices, experts=config.n_routed_experts)
     asked = [Request(config, topology, one, step, batch, context, **options) for one in candidates]
     return _first_that_fits(asked, preset=isinstance(layout, str) and layout in PRESETS)
-
-
-def _whole(name: str, value: Any, least: int, most: int) -> int:
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or not least <= number <= most:
-        raise InputError(f"{name} is {value!r}, expected a whole number from {least} to {most}")
-    return number
 
 
 def _checked(options: dict[str, Any], topology: Topology, step: str, context: int) -> dict[str, Any]:
@@ -187,17 +176,18 @@ def _checked(options: dict[str, Any], topology: Topology, step: str, context: in
     if not isinstance(halves, bool):
         raise InputError(f"halves is {halves!r}, expected True or False")
     if cost is not None:
-        if isinstance(cost, bool) or not isinstance(cost, numbers.Real) or not 0 < float(cost) < math.inf:
-            raise InputError(f"row_copy_ns is {cost!r}, expected a positive, finite number of nanoseconds")
-        found["row_copy_ns"] = float(cost)
+        expected = "a positive, finite number of nanoseconds"
+        found["row_copy_ns"] = number(cost, "row_copy_ns", expected)
+        if not 0 < found["row_copy_ns"] < math.inf:
+            raise InputError(f"row_copy_ns is {cost!r}, expected {expected}")
     if found.get("chunk") is None:
         # A sequence has no more tokens than its context has room for.
         found["chunk"] = min(CHUNK, context)
-    elif _whole("chunk", found["chunk"], 1, MOST) > context and step == "prefill":
+    elif whole_number(found["chunk"], "chunk", 1) > context and step == "prefill":
         raise InputError(f"chunk is {found['chunk']}, expected at most the context, {context}")
     drafts = found.get("draft_tokens")
     usual, least = (3, 1) if step == "verify" else (0, 0)
-    drafts = _whole("draft_tokens", usual if drafts is None else drafts, least, MAX_DRAFT_TOKENS)
+    drafts = whole_number(usual if drafts is None else drafts, "draft_tokens", least, MAX_DRAFT_TOKENS)
     found["draft_tokens"] = drafts
     if context <= drafts:
         raise InputError(f"context is {context}, expected more than the {drafts} draft tokens, which it has to hold")

@@ -2,42 +2,63 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from infer.plan.plan import Plan, analytic_plan, compile_plan
-from infer.plan.request import Request
+from infer.plan.request import Request, accounted, described
+from sharding.topology import NoCompilerError
 
 NO_COMPILER = "libtpu is not installed (pip install 'glm52-jax[plan]')"
+TOO_LARGE = "not compiled: parameters and caches alone take more than a device has"
+
+Compiling = Callable[[], AbstractContextManager[object]]
 
 
-def planned(asked: Request, *, fresh: bool = False) -> Plan:
+def planned(asked: Request, *, fresh: bool = False, compiling: Compiling = contextlib.nullcontext) -> Plan:
     """The plan of a request, compiled where it is not stored yet.
+
+    What does not fit by the account alone is not compiled: no program needs less.
 
     Args:
         fresh: compile in any case.
+        compiling: is entered while the compiler works, and only then.
     """
+    if accounted(asked).total > asked.topology.chip.hbm_bytes:
+        return analytic_plan(asked, TOO_LARGE)
     if _version("libtpu") is None:
         return analytic_plan(asked, NO_COMPILER)
     path = _folder() / f"{_key(asked)}.json"
     if not fresh:
-        try:
-            return Plan.from_json(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError, KeyError):
-            pass  # not there, or of another version: it is made again
-    made = compile_plan(asked)
+        # Not there, or of another version: it is made again.
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            return _renamed(Plan.from_json(json.loads(path.read_text(encoding="utf-8"))), asked)
     try:
+        with compiling():
+            made = compile_plan(asked)
+    except NoCompilerError as error:
+        return analytic_plan(asked, str(error))
+    # A plan that cannot be kept is still a plan.
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}")
         part.write_text(json.dumps(made.as_json()), encoding="utf-8")
         part.replace(path)
-    except OSError:
-        pass  # a plan that cannot be kept is still a plan
     return made
+
+
+def _renamed(plan: Plan, asked: Request) -> Plan:
+    """A stored plan, for a request that is the same but for names."""
+    words = plan.request | described(asked)
+    return dataclasses.replace(plan, request=words, stored=True)
 
 
 def _folder() -> Path:
