@@ -12,7 +12,7 @@ SKIPPED := $(VENV)/skipped
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 export ALLOW_MULTIPLE_LIBTPU_LOAD ?= 1
 
-.PHONY: help demo test test-skipped test-slow test-all test-313 trials lint format oracle plan grid clean
+.PHONY: help demo test test-skipped test-slow test-all test-313 trials lint format oracle plan grid grid-short clean
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
@@ -93,6 +93,9 @@ plan: $(VENV)/.plan  ## install the TPU compiler (libtpu), which plans need
 
 grid: $(VENV)/.plan  ## compile every kernel at every shape for every TPU, without one
 	$(BIN)/python -m benchmarks.kernels --grid
+
+grid-short: $(VENV)/.plan  ## compile the kernels at the numbers of pages and tokens that are chosen, by turns on each TPU
+	$(BIN)/python -m benchmarks.kernels --grid --short
 
 clean:  ## remove the virtual environments and caches
 	rm -rf $(VENV) $(VENV313) .pytest_cache .ruff_cache .hypothesis build demo

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from glm52_jax.axis_rules import asking
 from glm52_jax.cache import Cache, Places, context_rows
 from glm52_jax.config import ModelConfig
 from glm52_jax.kernels.cache_write.new_rows import LatentMaking
@@ -80,7 +81,7 @@ def attend(
         weights: one layer of the attention stack.
         projected: of the chunk, whose rows are already in the cache.
         places: where its tokens stand.
-        selection: what each query of the whole chunk attends to on this device; a mask when `expanded`.
+        selection: what each query that asks this device attends to here; a mask when `expanded`.
 
     Returns:
         `[batch, tokens, embed]`.
@@ -106,9 +107,8 @@ def _absorbed(
     # In this order of operands: XLA on the CPU has no batched bfloat16 product with a float32 result for the other one.
     queries = einsum("hnr,bshn->bshr", weights["k_up"], projected.q_nope, dtype=projected.q_nope.dtype)
     queries = jnp.concatenate([queries, projected.q_rope], axis=-1)
-    # Every device has a part of the cache, so every query visits all of them.
-    tokens, heads = layout.axes_of("tokens"), _heads_apart_from_pages(layout)
-    queries = all_gather(layout, all_gather(layout, queries, tokens, 1), heads, 2)
+    # Every device has a part of the cache, so every query visits all that have another one.
+    queries = all_gather(layout, all_gather(layout, queries, asking(layout), 1), _heads_apart_from_pages(layout), 2)
     latent, lse = sparse_mla(
         queries,
         cache.latent,
@@ -147,7 +147,7 @@ def _expanded(
     # Keys and values of a device's own heads need the rows of all devices; in which order does not matter.
     pages = layout.axes_of("kv_pages")
     rows = all_gather(layout, rows.astype(projected.kv.dtype), pages, 1)
-    mask = own_part(layout, all_gather(layout, selection.mask, pages, 2), layout.axes_of("tokens"), 1)
+    mask = own_part(layout, all_gather(layout, selection.mask, pages, 2), asking(layout), 1)
     positions = jnp.where(places.positions >= 0, mask.shape[2] - 1, -1) if pages else places.positions
     latent, k_rope = rows[..., : config.kv_lora_rank], rows[..., config.kv_lora_rank :]
     k_nope = linear(latent, weights["k_up"])
@@ -172,8 +172,8 @@ def _merged(layout: Layout, out: jax.Array, lse: jax.Array) -> jax.Array:
     """Softmax attention over all devices' rows from that over each one's, for this device's own tokens and heads.
 
     Args:
-        out: `[batch, all tokens, all heads, kv_lora_rank]`, over this device's rows.
-        lse: float32 `[batch, all tokens, all heads]`, minus infinity where there are none.
+        out: `[batch, asking tokens, all heads, kv_lora_rank]`, over this device's rows.
+        lse: float32 `[batch, asking tokens, all heads]`, minus infinity where there are none.
     """
     pages = layout.axes_of("kv_pages")
     if not pages:
@@ -182,7 +182,7 @@ def _merged(layout: Layout, out: jax.Array, lse: jax.Array) -> jax.Array:
     weight = jnp.exp(lse - jnp.where(jnp.isfinite(top), top, 0.0))
     total = psum(layout, weight, pages)
     share = out.astype(jnp.float32) * (weight / jnp.where(total > 0, total, 1.0))[..., None]
-    tokens, heads = layout.axes_of("tokens"), _heads_apart_from_pages(layout)
+    tokens, heads = asking(layout), _heads_apart_from_pages(layout)
     share = psum(layout, share, tuple(axis for axis in pages if axis not in (*tokens, *heads)))
     return psum_scatter(layout, psum_scatter(layout, share, heads, 2), tokens, 1).astype(out.dtype)
 

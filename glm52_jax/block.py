@@ -16,6 +16,7 @@ import numpy as np
 
 from glm52_jax import indexer
 from glm52_jax.attention import attend, expected_rows, latent_making, project
+from glm52_jax.axis_rules import asking
 from glm52_jax.cache import Cache, Places
 from glm52_jax.config import DENSE, FULL, ModelConfig
 from glm52_jax.errors import InputError
@@ -114,7 +115,7 @@ class Forms:
 
     def no_selection(self, config: ModelConfig, cache: Cache, batch: int, tokens: int) -> Selection:
         """A selection of nothing, with the shapes that `indexer.select` gives."""
-        tokens *= self.layout.parts("tokens")
+        tokens *= self.layout.size(asking(self.layout))
         if self.selection == "mask":
             return Selection.empty(batch, tokens, positions=cache.capacity)
         return Selection.empty(batch, tokens, k=min(config.index_topk, cache.capacity))

@@ -13,6 +13,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from glm52_jax.axis_rules import asking
 from glm52_jax.config import ModelConfig
 from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat, RowStack, decode, parts_of, stack_of
 from glm52_jax.spec import Stack, stack_layers
@@ -125,7 +126,8 @@ class Places:
     Attributes:
         positions: int32 `[batch, tokens]` of the tokens that this device computes, -1 for padding.
         kept: int32 `[batch, all tokens]`, where this device keeps each token of the chunk, -1 where it does not.
-        seen: int32 `[batch, all tokens]`, the last of this device's places that each token may attend to, or -1.
+        seen: int32 `[batch, asking tokens]`, the last of this device's places that each token may attend to, or -1; of
+            the tokens whose queries come to this device, see `axis_rules.asking`.
     """
 
     positions: jax.Array
@@ -137,45 +139,57 @@ class Places:
         """The places of a chunk; `positions` are those of this device's tokens."""
         everyone = collectives.all_gather(layout, positions, layout.axes_of("tokens"), 1)
         deal = Deal.of(layout, cache)
-        return cls(positions, deal.kept(everyone), deal.seen(everyone))
+        asked = collectives.all_gather(layout, positions, asking(layout), 1)
+        return cls(positions, deal.kept(everyone), deal.seen(asked))
 
 
-def slots(page_table: jax.Array, positions: jax.Array, page_size: int) -> jax.Array:
-    """Slot in the pool (page * page_size + offset) of each position; -1 for a negative position.
+def slots(page_table: jax.Array, positions: jax.Array, page_size: int, pages: int) -> jax.Array:
+    """Slot in the pool (page * page_size + offset) of each position; -1 where there is none.
+
+    There is none for a negative position, for one at or past the capacity of the table, and for a page that is none of
+    the pool's, such as -1.
 
     Args:
         page_table: int32 `[batch, pages_per_sequence]`.
         positions: int32 `[batch, ...]`.
         page_size: rows a page.
+        pages: of the pool.
     """
-    flat = jnp.maximum(positions, 0).reshape(positions.shape[0], -1)
-    pages = jnp.take_along_axis(page_table, flat // page_size, axis=1)
-    found = (pages * page_size + flat % page_size).reshape(positions.shape)
-    return jnp.where(positions < 0, -1, found)
+    flat = positions.reshape(positions.shape[0], -1)
+    column = flat // page_size
+    page = jnp.take_along_axis(page_table, jnp.clip(column, 0, page_table.shape[1] - 1), axis=1)
+    there = (flat >= 0) & (column < page_table.shape[1]) & (page >= 0) & (page < pages)
+    return jnp.where(there, page * page_size + flat % page_size, -1).reshape(positions.shape)
 
 
 def gather_rows(stack: RowStack, layer: jax.Array | int, page_table: jax.Array, positions: jax.Array) -> jax.Array:
-    """Rows of one layer at `positions` `[batch, n]`: `[batch, n, width]`, zeros where the position is -1."""
+    """Rows of one layer at `positions` `[batch, n]`: `[batch, n, width]`, zeros where a position has no slot."""
+    parts = parts_of(stack)
+    _, pages, page_size, _ = next(iter(parts.values())).shape
+    where = slots(page_table, positions, page_size, pages)
 
     def gather(part: jax.Array) -> jax.Array:
-        layers, pages, page_size, width = part.shape
-        flat = part.reshape(layers * pages * page_size, width)
-        where = slots(page_table, jnp.maximum(positions, 0), page_size)
-        return jnp.take(flat, layer * pages * page_size + where, axis=0, mode="clip")
+        flat = part.reshape(-1, part.shape[-1])
+        return jnp.take(flat, layer * pages * page_size + jnp.maximum(where, 0), axis=0, mode="clip")
 
-    rows = decode(stack, {name: gather(part) for name, part in parts_of(stack).items()}, layer)
-    return jnp.where((positions >= 0)[..., None], rows, jnp.zeros((), rows.dtype))
+    rows = decode(stack, {name: gather(part) for name, part in parts.items()}, layer)
+    return jnp.where((where >= 0)[..., None], rows, jnp.zeros((), rows.dtype))
 
 
 def context_rows(stack: RowStack, layer: jax.Array | int, page_table: jax.Array, lengths: jax.Array) -> jax.Array:
-    """All rows of one layer in order of position: `[batch, capacity, width]`, zeros from `lengths[b]` on."""
-    batch = page_table.shape[0]
+    """All rows of one layer in order of position: `[batch, capacity, width]`, zeros from `lengths[b]` on.
+
+    They are zeros for pages that are none of the pool's, too.
+    """
+    batch, parts = page_table.shape[0], parts_of(stack)
+    _, pages, page_size, _ = next(iter(parts.values())).shape
 
     def read(part: jax.Array) -> jax.Array:
-        layers, pages, page_size, width = part.shape
-        whole = part.reshape(layers * pages, page_size, width)
-        return jnp.take(whole, layer * pages + page_table, axis=0, mode="clip").reshape(batch, -1, width)
+        whole = part.reshape(-1, *part.shape[2:])
+        found = jnp.take(whole, layer * pages + jnp.clip(page_table, 0, pages - 1), axis=0, mode="clip")
+        return found.reshape(batch, -1, part.shape[-1])
 
-    rows = decode(stack, {name: read(part) for name, part in parts_of(stack).items()}, layer)
-    written = jnp.arange(rows.shape[1]) < lengths[:, None]
+    rows = decode(stack, {name: read(part) for name, part in parts.items()}, layer)
+    there = jnp.repeat((page_table >= 0) & (page_table < pages), page_size, axis=1)
+    written = there & (jnp.arange(rows.shape[1]) < lengths[:, None])
     return jnp.where(written[..., None], rows, jnp.zeros((), rows.dtype))

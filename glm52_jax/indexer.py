@@ -11,8 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from glm52_jax.axis_rules import asking
 from glm52_jax.cache import Cache, Deal, Places
 from glm52_jax.config import ModelConfig
+from glm52_jax.divided import joined
 from glm52_jax.kernels.cache_write.new_rows import KeyMaking
 from glm52_jax.kernels.index_scores.api import index_scores
 from glm52_jax.kernels.index_scores.reference import map_tokens
@@ -24,7 +26,9 @@ from glm52_jax.selection import Selection
 from sharding.collectives import all_gather, all_to_all
 from sharding.layout import SINGLE, Layout
 
-_BLOCK_SCORES = 1 << 26  # float32 scores that are there at a time
+BLOCK_SCORES = 1 << 26
+"""float32 scores that are there at a time."""
+
 K_NORM_EPS = 1e-6  # a LayerNorm with its own epsilon, in every implementation; no config field
 
 
@@ -53,15 +57,25 @@ def as_stored(queries: jax.Array, index_keys: RowStack) -> jax.Array:
     return hadamard(queries) if is_rotated(index_keys) else queries
 
 
-def index_queries(weights: dict[str, Any], config: ModelConfig, q_latent: jax.Array, rotary: Rotary) -> jax.Array:
+def index_queries(
+    weights: dict[str, Any], config: ModelConfig, q_latent: jax.Array, rotary: Rotary, layout: Layout = SINGLE
+) -> jax.Array:
     """Index queries `[batch, tokens, index_n_heads, index_head_dim]`, float32, of the normalised query latent."""
-    return _rotate_first(config, linear(q_latent, weights["q_b"], dtype=jnp.float32), rotary)
+
+    def own_heads(rows: jax.Array) -> jax.Array:
+        return linear(rows, weights["q_b"], dtype=jnp.float32).reshape(rows.shape[0], -1)
+
+    queries = joined(layout, "index_heads", q_latent.reshape(-1, q_latent.shape[-1]), own_heads)
+    queries = queries.reshape(*q_latent.shape[:2], config.index_n_heads, config.index_head_dim)
+    return _rotate_first(config, queries, rotary)
 
 
-def head_weights(weights: dict[str, Any], config: ModelConfig, x: jax.Array) -> jax.Array:
+def head_weights(weights: dict[str, Any], config: ModelConfig, x: jax.Array, layout: Layout = SINGLE) -> jax.Array:
     """float32 `[batch, tokens, index_n_heads]`: weight of each head, with the scales of heads and width folded in."""
     scale = config.index_n_heads**-0.5 * config.index_head_dim**-0.5
-    return linear(x.astype(jnp.float32), weights["weights"].astype(jnp.float32)) * scale
+    own_heads, rows = weights["weights"].astype(jnp.float32), x.astype(jnp.float32).reshape(-1, x.shape[-1])
+    found = joined(layout, "index_heads", rows, lambda rows: linear(rows, own_heads))
+    return found.reshape(*x.shape[:2], -1) * scale
 
 
 def select(
@@ -80,8 +94,9 @@ def select(
 ) -> Selection:
     """The `index_topk` best positions for each query, of those up to its own.
 
-    On a mesh every device scores what it keeps of the cache for all queries of the chunk, and its selection are those
-    of the best of all devices that it keeps, by its own places: together exactly what one device would select.
+    On a mesh every device scores what it keeps of the cache for all queries that ask it (`axis_rules.asking`). Its
+    selection are those of the best of all devices that it keeps, by its own places: together exactly what one device
+    would select.
 
     Args:
         weights: one layer of the indexer stack.
@@ -91,11 +106,11 @@ def select(
         places: where the tokens stand.
         as_mask: give the mask form.
     """
-    tokens = layout.axes_of("tokens")
-    queries = as_stored(index_queries(weights, config, q_latent, rotary), cache.index_keys)
+    tokens = asking(layout)
+    queries = as_stored(index_queries(weights, config, q_latent, rotary, layout), cache.index_keys)
     parts = (
         all_gather(layout, queries, tokens, 1),
-        all_gather(layout, head_weights(weights, config, x), tokens, 1),
+        all_gather(layout, head_weights(weights, config, x, layout), tokens, 1),
         places.seen,
     )
 
@@ -104,7 +119,7 @@ def select(
     stored = cache.index_keys, indexer, cache.page_table
 
     # Scores of a long chunk with a long context are never there all at once.
-    rows = max(1, _BLOCK_SCORES // (x.shape[0] * cache.capacity))
+    rows = max(1, BLOCK_SCORES // (x.shape[0] * cache.capacity))
     if as_mask:
 
         def marked(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:

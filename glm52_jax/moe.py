@@ -12,32 +12,42 @@ import jax
 import jax.numpy as jnp
 
 from glm52_jax.config import ModelConfig
+from glm52_jax.divided import joined, summed
 from glm52_jax.kernels.experts.api import routed_experts
 from glm52_jax.kernels.router.api import Rule, choose_experts
 from glm52_jax.moe_dispatch import dispatch_experts
 from glm52_jax.moe_form import GATHER, DispatchForm
 from glm52_jax.primitives import linear, swiglu, take
-from sharding.collectives import psum
+from sharding.collectives import all_gather
 from sharding.layout import SINGLE, Layout
 
 
 def route(
-    weight: jax.Array, bias: jax.Array, config: ModelConfig, x: jax.Array, real: jax.Array, *, backend: str
+    weight: jax.Array,
+    bias: jax.Array,
+    config: ModelConfig,
+    x: jax.Array,
+    real: jax.Array,
+    *,
+    backend: str,
+    layout: Layout = SINGLE,
 ) -> tuple[jax.Array, jax.Array]:
     """The experts of each token and their gates, in float32 throughout.
 
     Args:
-        weight: router `[experts, embed]`.
-        bias: float32 correction bias `[experts]`; it decides the choice only.
+        weight: router `[experts, embed]`, or this device's part of it.
+        bias: float32 correction bias `[experts]`, or this device's part; it decides the choice only.
         x: `[tokens, embed]`.
         real: bool `[tokens]`, false for padding.
         backend: see `kernels.resolve_backend`.
 
     Returns:
-        experts: int32 `[tokens, num_experts_per_tok]`, -1 for padding.
-        gates: float32 of the same shape, zero for padding.
+        experts: int32 `[tokens, num_experts_per_tok]`, -1 for padding and for a token with a score that is NaN.
+        gates: float32 of the same shape, zero where there is no expert.
     """
-    logits = linear(x.astype(jnp.float32), weight.astype(jnp.float32))
+    weight = weight.astype(jnp.float32)
+    logits = joined(layout, "router_experts", x.astype(jnp.float32), lambda rows: linear(rows, weight))
+    bias = all_gather(layout, bias, layout.axes_of("router_experts"))
     experts, gates, _ = choose_experts(logits, bias, real, rule_of(config), backend=backend)
     return experts, gates
 
@@ -74,16 +84,20 @@ def moe(
         dispatch: how tokens reach experts on other devices.
 
     Returns:
-        `[batch, tokens, embed]`, and the chosen experts, int32 `[batch * tokens, num_experts_per_tok]`.
+        `[batch, tokens, embed]`, NaN for a token with such a score of the router, and the chosen experts, int32
+        `[batch * tokens, num_experts_per_tok]`.
     """
     flat = x.reshape(-1, x.shape[-1])
     router, bias = take((stack["router"], stack["router_bias"]), layer)
-    experts, gates = route(router, bias, config, flat, real.reshape(-1), backend=backend)
+    experts, gates = route(router, bias, config, flat, real.reshape(-1), backend=backend, layout=layout)
     weights = stack["gate_up"], stack["down"]
     if layout.devices == 1:
         routed = routed_experts(flat, experts, gates, *weights, layer, backend=backend)
     else:
         routed = dispatch_experts(layout, flat, experts, gates, *weights, layer, backend=backend, form=dispatch)
+    # A real token without experts has a NaN among its scores, which would not show in a sum over no experts.
+    lost = real.reshape(-1) & (experts[:, 0] < 0)
+    routed = jnp.where(lost[:, None], jnp.nan, routed)
     shared = sharded_mlp(layout, flat, stack["shared_gate_up"], stack["shared_down"], layer, backend=backend)
     return (routed + shared.astype(jnp.float32)).astype(x.dtype).reshape(x.shape), experts
 
@@ -92,6 +106,9 @@ def sharded_mlp(
     layout: Layout, x: jax.Array, gate_up: Any, down: Any, layer: jax.Array | int, *, backend: str
 ) -> jax.Array:
     """A dense MLP of which each device has a part of the width; as `swiglu`."""
-    axes = layout.axes_of("mlp")
-    out = swiglu(x, gate_up, down, layer, dtype=jnp.float32 if axes else None, backend=backend)
-    return psum(layout, out, axes).astype(x.dtype)
+    dtype = jnp.float32 if layout.axes_of("mlp") else None
+
+    def share(rows: jax.Array) -> jax.Array:
+        return swiglu(rows, gate_up, down, layer, dtype=dtype, backend=backend)
+
+    return summed(layout, "mlp", x.reshape(-1, x.shape[-1]), share).astype(x.dtype).reshape(x.shape)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from glm52_jax.axis_rules import different_and_alike
 from glm52_jax.config import ModelConfig
 from glm52_jax.errors import InputError
 from sharding.layout import DATA, Layout
@@ -106,9 +107,8 @@ def _in_eights(rows: int) -> int:
 
 def axes_of_dispatch(layout: Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The mesh axes that divide experts or their width: those along which tokens differ, and those along which not."""
-    differ = (*layout.axes_of("batch"), *layout.axes_of("tokens"))
     divided = tuple(dict.fromkeys((*layout.axes_of("experts"), *layout.axes_of("expert_mlp"))))
-    return tuple(axis for axis in divided if axis in differ), tuple(axis for axis in divided if axis not in differ)
+    return different_and_alike(layout, divided)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from glm52_jax.block import Forms, LayerPlace, block
 from glm52_jax.cache import Cache, Places
 from glm52_jax.config import ModelConfig
+from glm52_jax.divided import joined, summed
 from glm52_jax.primitives import Rotary, linear, rms_norm
 from glm52_jax.selection import Selection
-from sharding.collectives import all_gather, index, psum
+from sharding.collectives import index
 from sharding.layout import SINGLE, Layout
 
 
@@ -73,8 +74,9 @@ def logits(params: dict[str, Any], hidden: jax.Array, layout: Layout = SINGLE) -
 
 def logits_of(head: jax.Array, hidden: jax.Array, layout: Layout = SINGLE) -> jax.Array:
     """float32 `[..., vocab]` of hidden states; on a mesh every device gets those of the whole vocabulary."""
-    own = linear(hidden, head, dtype=jnp.float32)
-    return all_gather(layout, own, layout.axes_of("vocab"), own.ndim - 1)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    found = joined(layout, "vocab", rows, lambda rows: linear(rows, head, dtype=jnp.float32))
+    return found.reshape(*hidden.shape[:-1], -1)
 
 
 def embed(table: jax.Array, tokens: jax.Array, dtype: jnp.dtype, layout: Layout = SINGLE) -> jax.Array:
@@ -83,7 +85,11 @@ def embed(table: jax.Array, tokens: jax.Array, dtype: jnp.dtype, layout: Layout 
     if not axes:
         return jnp.take(table, tokens, axis=0, mode="clip").astype(dtype)
     rows = table.shape[0]
-    row = jnp.clip(tokens, 0, rows * layout.size(axes) - 1) - index(layout, axes) * rows
-    found = jnp.take(table, row, axis=0, mode="clip").astype(dtype)
-    # One device has the row, the others add zero.
-    return psum(layout, jnp.where(((row >= 0) & (row < rows))[..., None], found, jnp.zeros((), dtype)), axes)
+
+    def own_rows(tokens: jax.Array) -> jax.Array:
+        """One device has the row of a token, the others add zero."""
+        row = jnp.clip(tokens, 0, rows * layout.size(axes) - 1) - index(layout, axes) * rows
+        found = jnp.take(table, row, axis=0, mode="clip").astype(dtype)
+        return jnp.where(((row >= 0) & (row < rows))[..., None], found, jnp.zeros((), dtype))
+
+    return summed(layout, "vocab", tokens.reshape(-1), own_rows).reshape(*tokens.shape, -1)

@@ -13,13 +13,14 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from glm52_jax.axis_rules import check_rules
 from glm52_jax.cache import Cache
 from glm52_jax.checkpoint.leaf_shardings import of_codes
 from glm52_jax.config import ModelConfig
 from glm52_jax.params import build, leaf_of
 from glm52_jax.quant import BlockQuantized
 from glm52_jax.spec import Param
-from sharding.layout import Layout
+from sharding.layout import AXES, Layout
 from sharding.rules import partition
 
 
@@ -34,17 +35,37 @@ def param_spec(param: Param, config: ModelConfig, layout: Layout) -> PartitionSp
     return partition(layout, axes, shape, what=param.path)
 
 
-def param_shardings(config: ModelConfig, layout: Layout, mesh: Mesh) -> Callable[[Param], NamedSharding]:
-    """The sharding of each parameter, in the form that `load_params` takes."""
+def param_shardings(config: ModelConfig, layout: Layout, mesh: Mesh | None = None) -> Callable[[Param], NamedSharding]:
+    """The sharding of each parameter, in the form that `load_params` takes; over all devices when `mesh` is None.
+
+    Raises:
+        InputError: rules under which a step would go wrong, see `check_rules`; a size that the layout does not divide,
+            here or when a sharding is asked for; another number of devices.
+    """
+    check_rules(layout)
+    if mesh is None:
+        build(config, lambda param: param_spec(param, config, layout))  # what no mesh would make right
+        mesh = layout.mesh()
     return lambda param: NamedSharding(mesh, param_spec(param, config, layout))
 
 
-def param_specs(params: Any, config: ModelConfig, layout: Layout, mesh: Mesh | AbstractMesh) -> Any:
+def abstract_mesh(layout: Layout) -> AbstractMesh:
+    """The layout's mesh without devices."""
+    return AbstractMesh((layout.data, layout.expert, layout.tensor), AXES)
+
+
+def param_specs(params: Any, config: ModelConfig, layout: Layout, mesh: Mesh | AbstractMesh | None = None) -> Any:
     """A tree of specs like `params`; codes and their scales have one each.
 
+    Args:
+        mesh: the layout's, which need not have devices.
+
     Raises:
-        InputError: a size that the layout does not divide, blocks of codes with one scale among them.
+        InputError: rules under which a step would go wrong, see `check_rules`; a size that the layout does not divide,
+            blocks of codes with one scale among them.
     """
+    check_rules(layout)
+    mesh = abstract_mesh(layout) if mesh is None else mesh
 
     def specs(param: Param) -> Any:
         leaf = leaf_of(params, param.path)

@@ -15,6 +15,7 @@ import numpy as np
 
 from glm52_jax.config import ModelConfig
 from glm52_jax.errors import InputError
+from glm52_jax.placement import param_specs
 from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
 from glm52_jax.user_values import seed_number, token_row, whole_number
 from infer.sampling import Sampling
@@ -95,7 +96,7 @@ def generate(
 
     Raises:
         InputError: an empty prompt, a token that the vocabulary has not, more tokens than the model has positions for,
-            drafts without an MTP layer.
+            drafts without an MTP layer, a layout that does not divide the model or whose rules no step computes right.
     """
     generation = Generation(
         params,
@@ -149,6 +150,7 @@ class Generation:
         longest = max((len(p) for p in self.prompts), default=1)
         seeds = _seeds(seed, len(self.prompts))
         layout = layout or SINGLE
+        param_specs(params, config, layout)  # says what the layout cannot divide
         # Rows of nothing but padding make the batch a multiple of the devices that share it.
         self._rows = -(-len(self.prompts) // layout.parts("batch")) * layout.parts("batch")
         sampling = Sampling.of(self._rows, temperature, top_p, seeds + [0] * (self._rows - len(self.prompts)))

@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from glm52_jax import mtp
+from glm52_jax.axis_rules import check_rules
 from glm52_jax.block import Forms
 from glm52_jax.cache import PAGE_SIZE, Cache
 from glm52_jax.config import ModelConfig
@@ -104,7 +105,8 @@ class StepProvider:
         backend: see `kernels.resolve_backend`.
         page_size: rows a page of the cache.
         cache_format: how the cache keeps its rows.
-        layout: how the step is divided over the devices of `mesh`; its batch axes divide `batch`.
+        layout: how the step is divided over the devices of `mesh`; its batch axes divide `batch`. Rules under which the
+            step would not compute what one device does are refused, see `axis_rules`.
         mesh: of the layout's devices; None for one device, JAX's first. A plan for one device has a mesh of it.
         halves: exchange rows with experts in two halves, see `Forms.halves`.
     """
@@ -124,6 +126,7 @@ class StepProvider:
     halves: bool = False
 
     def __post_init__(self) -> None:
+        check_rules(self.layout)
         if not 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
             raise InputError(f"draft_tokens is {self.draft_tokens}, expected 0 to {MAX_DRAFT_TOKENS}")
         if self.capacity > self.config.max_position_embeddings:
@@ -343,7 +346,7 @@ class StepProvider:
         final = psum(layout, final, layout.axes_of("tokens"))
         end = jnp.where(mine, jnp.take_along_axis(positions, column, axis=1)[:, 0], 0)
         end = psum(layout, end, layout.axes_of("tokens"))
-        token = next_token(head(params, final[:, 0], layout), sampling, end + 1)
+        token = next_token(head(params, final[:, 0], self._undivided), sampling, end + 1)
         window = state.window
         if window is not None:
             known = jnp.where(next_tokens >= 0, positions, -1)

@@ -47,7 +47,7 @@ class Layout:
     Attributes:
         data, expert, tensor: size of each axis.
         slices: slices that the devices are in; `data` is a multiple of it.
-        rules: mesh axes of each logical name.
+        rules: mesh axes of each logical name, a sequence or one by its name.
         name: what to call it.
 
     Raises:
@@ -71,6 +71,9 @@ class Layout:
             raise InputError(
                 f"layout {self.name}: data is {self.data}, expected a multiple of {self.slices}, the number of slices"
             )
+        # Hashed with the layout, so a list or one axis by its name becomes what it stands for.
+        rules = tuple((name, (axes,) if isinstance(axes, str) else tuple(axes)) for name, axes in self.rules)
+        object.__setattr__(self, "rules", rules)
         names = [name for name, _ in self.rules]
         for name, axes in self.rules:
             if names.count(name) > 1:
@@ -110,10 +113,10 @@ class Layout:
         """Into how many parts a dimension of that logical name is divided."""
         return self.size(self.axes_of(name))
 
-    def with_rules(self, **changes: tuple[str, ...]) -> Layout:
+    def with_rules(self, **changes: Sequence[str]) -> Layout:
         """The same layout with other axes for some names."""
         rules = dict(self.rules) | changes
-        return dataclasses.replace(self, rules=tuple(rules.items()))
+        return dataclasses.replace(self, rules=tuple(rules.items()))  # type: ignore[arg-type]
 
     def mesh(self, devices: Sequence[jax.Device] | np.ndarray | None = None) -> Mesh:
         """The mesh over these devices (all there are when None), in the order given.

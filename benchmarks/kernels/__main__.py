@@ -1,7 +1,7 @@
 """Measures the kernels for TPUs without a TPU: compiles each case and reads the compiler's final schedule.
 
     .venv/bin/python -m benchmarks.kernels [--op OP] [--shape TEXT] [--chip CHIP] [--markdown] [--json FILE]
-    .venv/bin/python -m benchmarks.kernels --grid
+    .venv/bin/python -m benchmarks.kernels --grid [--short]
     .venv/bin/python -m benchmarks.kernels --sweep OP
 
 `make plan` installs the compiler, libtpu. docs/kernels.md says what the figures mean and how far to trust them.
@@ -61,6 +61,7 @@ def _arguments() -> argparse.Namespace:
     add("--form", default="", help="only forms with this text: 'glm52' for ours")
     add("--chip", default="", help=f"only this chip of {', '.join(CHIPS)}; several with commas")
     add("--grid", action="store_true", help="only compile, all cases, and fail on refusals and large copies of ours")
+    add("--short", action="store_true", help="of the grid only what covers the shapes that generation and plans choose")
     add("--sweep", metavar="OP", default="", help="measure an operation with all blocks that its cases offer")
     add("--markdown", action="store_true", help="tables for a document")
     add("--json", type=Path, help="file of all figures, from which an interrupted run goes on")
@@ -92,7 +93,9 @@ def _jobs(asked: argparse.Namespace, log: Console) -> tuple[bool, list[Job]]:
             kind = "sweep" if asked.sweep else "cases"
             raise InputError(f"no {kind} of {name!r}, there are those of {', '.join(known) or 'nothing'}")
     found = [entry for entry in found if not ops or entry.case.op in ops]
-    selected = catalogue.selected(found, asked.shape, asked.form, not asked.grid, chips)
+    if asked.short and not asked.grid:
+        raise InputError("--short is of --grid, which was not asked for")
+    selected = catalogue.selected(found, asked.shape, asked.form, not asked.grid, chips, short=asked.short)
     return broken, [Job(entry, chip, measure=not asked.grid) for entry, chip in selected]
 
 

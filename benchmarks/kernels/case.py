@@ -41,6 +41,7 @@ class Case:
         dtype: operand type of the products, as `Chip.peak` takes it.
         chips: for which it is meant.
         measured: whether the table has it; others are compiled in the grid alone.
+        short: chips of which the short grid has it.
     """
 
     op: str
@@ -53,3 +54,4 @@ class Case:
     dtype: str = "bf16"
     chips: tuple[str, ...] = ("v5e", "v5p", "v6e", "tpu7x")
     measured: bool = True
+    short: tuple[str, ...] = ()

@@ -57,7 +57,13 @@ def ours(form: str) -> bool:
 
 
 def selected(
-    found: Sequence[Entry], shape: str = "", form: str = "", measured: bool = True, chips: Sequence[str] = ()
+    found: Sequence[Entry],
+    shape: str = "",
+    form: str = "",
+    measured: bool = True,
+    chips: Sequence[str] = (),
+    *,
+    short: bool = False,
 ) -> list[tuple[Entry, str]]:
     """Entries with their chips.
 
@@ -65,12 +71,13 @@ def selected(
         shape, form: texts that must be in theirs.
         measured: whether only those count that are measured.
         chips: all of the case where empty.
+        short: whether only those of the short grid count.
     """
     return [
         (entry, chip)
         for entry in found
         if shape in entry.case.shape and form in entry.case.form and (entry.case.measured or not measured)
-        for chip in entry.case.chips
+        for chip in (entry.case.short if short else entry.case.chips)
         if not chips or chip in chips
     ]
 

@@ -32,17 +32,44 @@ class Issue:
     mxu_busy: float
 
 
-def results_per_matmul(bundles: Iterable[Bundle]) -> int:
-    """Registers of results that a `vmatmul` of this kernel gives."""
-    operations = [_operation(instruction) for bundle in bundles for instruction in bundle.instructions]
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """Registers of results that a `vmatmul` gives, by the type of its operands: four, two bytes, or one."""
+
+    words: int
+    halves: int
+    bytes: int
+
+    def of(self, instruction: str) -> int:
+        if _BYTE_OPERANDS.search(instruction):
+            return self.bytes
+        return self.words if _FLOAT_OPERANDS.search(instruction) else self.halves
+
+
+_BY_ROWS = Results(1, 2, 4)
+"""A register of operands has 8, 16 or 32 rows, one of float32 results 8."""
+_ALIKE = 0.1  # of the results, by which pops may differ from what products give: a few stand in code twice
+
+
+def results_per_matmul(bundles: Iterable[Bundle]) -> Results:
+    """What the products of this kernel give: by their operands' rows where as many results are taken.
+
+    A kernel may mix types. Where its products do not give so many, all are taken to give the same number.
+    """
+    instructions = [instruction for bundle in bundles for instruction in bundle.instructions]
+    operations = [_operation(instruction) for instruction in instructions]
     if any(".mrb" in operation for operation in operations):
-        return 4  # a result buffer holds 16 rows of 256 columns in four registers
-    products = sum(operation.startswith("vmatmul") for operation in operations)
+        return Results(4, 4, 4)  # a result buffer holds 16 rows of 256 columns in four registers
+    products = [operation for operation in operations if operation.startswith("vmatmul")]
     popped = sum(operation.startswith("vpop.") and ".mr" in operation for operation in operations)
-    return max(1, round(popped / products)) if products else 1
+    given = sum(map(_BY_ROWS.of, products))
+    if abs(popped - given) <= _ALIKE * given:
+        return _BY_ROWS
+    mean = max(1, round(popped / len(products)))
+    return Results(mean, mean, mean)
 
 
-def issue(bundles: Sequence[Bundle], timing: Timing, results: int) -> Issue:
+def issue(bundles: Sequence[Bundle], timing: Timing, results: Results) -> Issue:
     """Issue times of a straight line."""
     line = _Line(timing, results)
     times = tuple(line.add(bundle) for bundle in bundles)
@@ -54,7 +81,7 @@ def _operation(instruction: str) -> str:
 
 
 class _Line:
-    def __init__(self, timing: Timing, results: int):
+    def __init__(self, timing: Timing, results: Results):
         self.timing, self.results = timing, results
         self.next = 0.0
         self.busy: collections.Counter[str] = collections.Counter()
@@ -100,8 +127,9 @@ class _Line:
         self.busy[unit] += step  # pyrefly: ignore
         self.free[unit] = at + step
         slot = _SLOT.search(operation)
-        for number in range(self.results):
-            ready = at + self.timing.mxu_latency + step * (number + 1) / self.results
+        results = self.results.of(operation)
+        for number in range(results):
+            ready = at + self.timing.mxu_latency + step * (number + 1) / results
             if slot:
                 self.slots[unit, int(slot[1]) + number] = ready
             else:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from glm52_jax.axis_rules import check_rules
 from glm52_jax.checkpoint.leaf_arrays import make_array
 from glm52_jax.checkpoint.leaf_shardings import check_fits, of_codes
 from glm52_jax.checkpoint.leaf_slices import LeafForm
@@ -92,8 +93,8 @@ def load_params(
 
     Raises:
         InputError: a file or tensor is missing, extra, cut short, or of another shape or type, a layout has another
-            number of devices than there are, or a sharding does not fit its parameter, all before device work; or a
-            scale is no number, when it is read.
+            number of devices than there are or rules that no step computes right, or a sharding does not fit its
+            parameter, all before device work; or a scale is no number, when it is read.
     """
     return load_with_report(path, config, dtype=dtype, fp8=fp8, layout=layout, shardings=shardings)[0]
 
@@ -111,12 +112,14 @@ def load_with_report(
     """`load_params`, with an account of what was read and what was left."""
     if fp8 not in ("keep", "dequantize"):
         raise InputError(f"fp8 is {fp8!r}, expected keep or dequantize")
+    if layout is not None:
+        check_rules(layout)
     checkpoint = open_checkpoint(path)
     contents = checkpoint.check(config or ModelConfig.from_folder(path))
     if layout is not None and layout.devices > 1:
         if shardings is not None:
             raise InputError("layout and shardings are both given, expected one of them")
-        shardings = param_shardings(contents.config, layout, layout.mesh())
+        shardings = param_shardings(contents.config, layout)
     kind = _compute_dtype(contents.config.dtype if dtype is None else dtype)
     plans: list[_Plan] = []
     build(

@@ -30,7 +30,8 @@ class Target:
 
     Attributes:
         chip: whose sizes and rates decide their blocks.
-        interpret: whether they are interpreted: in plain JAX, or "races" with copies and semaphores as a TPU has them.
+        interpret: whether they are interpreted: in plain JAX, or on the chip's cores with copies and semaphores as a
+            TPU has them: "races", where a copy is made as late as it may be, or "eager", as soon as it is started.
     """
 
     chip: Chip
@@ -45,7 +46,7 @@ class Target:
         return cls(chips.chip(chip or _DEFAULT_CHIP), _PALLAS[name])
 
 
-_PALLAS: dict[str, bool | str] = {"tpu": False, "interpret": True, "races": "races"}
+_PALLAS: dict[str, bool | str] = {"tpu": False, "interpret": True, "races": "races", "eager": "eager"}
 _DEFAULT_CHIP = "v5p"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -24,6 +25,11 @@ _VMEM_SHARE = 0.9
 def vmem_limit(target: Target) -> int:
     """Bytes of vector memory that a kernel may use."""
     return int(target.chip.vmem_bytes * _VMEM_SHARE)
+
+
+def simulated(target: Target) -> bool:
+    """Whether copies, semaphores and cores are simulated, and races between them looked for."""
+    return target.interpret in ("races", "eager")
 
 
 def call(
@@ -49,8 +55,13 @@ def call(
         grid: `grid_spec`, or `grid`, `in_specs`, `out_specs`, `scratch_shapes`.
     """
     interpret: Any = bool(target.interpret)
-    if target.interpret == "races":
-        interpret = pltpu.InterpretParams(detect_races=True)
+    if simulated(target):
+        interpret = pltpu.InterpretParams(
+            detect_races=True,
+            # A core waits for another one in a thread of its own.
+            num_cores_or_threads=min(target.chip.cores_per_device, os.cpu_count() or 1),
+            dma_execution_mode="eager" if target.interpret == "eager" else "on_wait",
+        )
     return jax.named_call(
         pl.pallas_call(
             kernel,

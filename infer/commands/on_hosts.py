@@ -14,7 +14,6 @@ from typing import Any
 
 import click
 import jax
-from jax.sharding import AbstractMesh
 
 from glm52_jax.config import ModelConfig
 from glm52_jax.errors import InputError
@@ -22,7 +21,7 @@ from glm52_jax.params import abstract_params
 from glm52_jax.placement import param_specs
 from glm52_jax.streams import writer
 from sharding.hosts import SILENCE_SECONDS, START_SECONDS, Hosts, join
-from sharding.layout import AXES, SINGLE, Layout
+from sharding.layout import SINGLE, Layout
 from sharding.presets import read_layouts
 
 DEFAULT_ON_SEVERAL_HOSTS = "throughput"
@@ -120,7 +119,7 @@ def choose_layout(text: str | None, config: ModelConfig, fp8: str, hosts: Hosts)
     """The layout that was asked for over all devices; of a preset's, the first that divides the model.
 
     Raises:
-        InputError: no such layout, or none that divides it.
+        InputError: no such layout, none that divides it, or rules under which no step is right.
     """
     if text is None and hosts.processes == 1:
         return SINGLE
@@ -132,7 +131,7 @@ def choose_layout(text: str | None, config: ModelConfig, fp8: str, hosts: Hosts)
     problems = []
     for layout in candidates:
         try:
-            param_specs(params, config, layout, AbstractMesh((layout.data, layout.expert, layout.tensor), AXES))
+            param_specs(params, config, layout)
         except InputError as problem:
             problems.append(problem)
         else:

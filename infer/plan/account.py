@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from glm52_jax.config import ModelConfig
 from glm52_jax.params import abstract_params, leaf_of
@@ -16,7 +16,7 @@ from glm52_jax.placement import param_spec, param_specs
 from glm52_jax.row_formats import parts_of
 from glm52_jax.spec import parameters
 from infer.steps import State
-from sharding.layout import AXES, Layout
+from sharding.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,19 +44,14 @@ class Account:
 REPLICATED_FROM = 64 * 10**6
 
 
-def abstract_mesh(layout: Layout) -> AbstractMesh:
-    """The layout's mesh without devices."""
-    return AbstractMesh((layout.data, layout.expert, layout.tensor), AXES)
-
-
 def parameter_bytes(config: ModelConfig, layout: Layout) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes of a device's parameters by part, and those that every device has whole by path.
 
     Raises:
-        InputError: the layout does not divide a parameter.
+        InputError: the layout does not divide a parameter, or no step computes right under its rules.
     """
     params = abstract_params(config)
-    specs = param_specs(params, config, layout, abstract_mesh(layout))
+    specs = param_specs(params, config, layout)
     by_part: Counter[str] = Counter()
     replicated = {}
     for param in parameters(config):

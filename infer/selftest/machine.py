@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from glm52_jax.axis_rules import check_rules
 from glm52_jax.config import BUILT_IN
 from glm52_jax.kernels import resolve_backend
 from sharding import chips
@@ -35,11 +36,13 @@ class Machine:
         """The devices that JAX finds, under a preset's first layout or one in words; see `presets.read_layouts`.
 
         Raises:
-            InputError: the layout is not one, or is for another number of devices.
+            InputError: the layout is not one, is for another number of devices, or has rules that no step computes
+                right.
         """
         devices = jax.devices()
         experts = BUILT_IN["glm-5.2"].n_routed_experts
         chosen = read_layouts(layout, len(devices), slices_of(devices), experts=experts)[0]
+        check_rules(chosen)
         return cls(chosen, chosen.mesh(devices), quick)
 
     @property

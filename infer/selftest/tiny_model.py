@@ -46,7 +46,8 @@ def tiny_config(layout: Layout) -> ModelConfig:
 
     return dataclasses.replace(
         tiny,
-        n_routed_experts=up(tiny.n_routed_experts, ("experts",)),
+        n_routed_experts=up(tiny.n_routed_experts, ("experts", "router_experts")),
+        index_n_heads=up(tiny.index_n_heads, ("index_heads",)),
         num_attention_heads=up(tiny.num_attention_heads, ("heads",)),
         vocab_size=up(tiny.vocab_size, ("vocab",)),
         intermediate_size=up(tiny.intermediate_size, ("mlp",), _BLOCK),
@@ -119,7 +120,7 @@ def in_blocks(params: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
         if not isinstance(shape, BlockQuantized):
             return leaf
         matrices = np.asarray(leaf, np.float32).reshape(-1, *shape.codes.shape[-2:])
-        pairs = [quantize_blocks(matrix, shape.block) for matrix in matrices]
+        pairs = [quantize_blocks(matrix, shape.block, shape.codes.dtype) for matrix in matrices]
         codes, scales = (jnp.asarray(np.stack(part)) for part in zip(*pairs, strict=True))
         codes, scales = codes.reshape(shape.codes.shape), scales.reshape(shape.scales.shape)
         return BlockQuantized(codes, scales, shape.view, shape.block, shape.row_dims)

@@ -5,12 +5,13 @@ import types
 
 import pytest
 
-from benchmarks.kernels import catalogue, grid, measure, table
+from benchmarks.kernels import catalogue, grid, layer, measure, table, tokens
 from benchmarks.kernels.case import OURS, Case
 from benchmarks.kernels.catalogue import SWEEP, Entry
 from benchmarks.kernels.figures import BYTES, COPIES, FLOPS, Figures
 from benchmarks.kernels.store import Store
 from benchmarks.kernels.work import Job
+from infer.generation import _rounded
 from sharding.chips import CHIPS
 from sharding.errors import InputError
 
@@ -106,8 +107,47 @@ def test_cases_are_found_by_what_modules_define(monkeypatch):
     assert len(catalogue.selected(found, measured=False)) == 2 * len(CHIPS)
     assert catalogue.selected(found, shape="b64") == []
     assert catalogue.selected(found, chips=["v6e"]) == [(found[0], "v6e")]
+    assert catalogue.selected(found, measured=False, short=True) == []
+    some = [dataclasses.replace(found[0], case=dataclasses.replace(CASE, short=("v5p",)))]
+    assert catalogue.selected(some, short=True) == [(some[0], "v5p")]
     named = Job(found[0], "v6e", measure=True).refused("late")
     assert (named.key, named.refusal) == (f"op | decode b8 128k | {OURS} | v6e", "late")
+
+
+def test_the_short_grid_has_every_short_context_on_every_chip():
+    """And of a longer one every class, on one chip at least; `make grid-short` compiles it."""
+    found = {case.shape: case for case in layer.cases()}
+    for chip in CHIPS:
+        few = {case.shape for case in found.values() if chip in case.short}
+        pages = {int(shape.split(" p")[1].split()[0]) for shape in few if " x1 " in shape}
+        assert pages >= set(range(1, 18)), chip
+    short = [case for case in found.values() if case.short]
+    assert {rows for case in short for rows in layer.FORMATS if f" {rows}" in case.shape} == set(layer.FORMATS)
+    assert {int(case.shape.split(" x")[1].split()[0]) for case in short} >= {*layer.FEW, 9, 16, 100, 512, 960}
+    assert sum(len(case.short) for case in [*short, *tokens.cases()]) < 150
+    assert all(set(case.short) <= set(case.chips) for case in short)
+
+
+def test_numbers_of_pages_that_generation_rounds_to_are_of_a_class_that_is_compiled():
+    """With drafts, and dealt to up to 64 devices: whatever the blocks of such a step are, a case has them."""
+    for chip in CHIPS:
+        like = layer.Shape(2, 1, 1)
+        compiled = {layer.blocks_of(chip, shape) for shape in layer.classes(chip, like, layer.COUNTS)}
+        capacities = {_rounded(size) + drafts for size in range(1, 4096, 37) for drafts in (0, 7)}
+        capacities |= {_rounded(1 << bits) + drafts for bits in range(12, 20) for drafts in (0, 7)}
+        for capacity in capacities:
+            for parts in (1, 4, 64):
+                shape = dataclasses.replace(like, pages=-(-capacity // (64 * parts)))
+                assert layer.blocks_of(chip, shape) in compiled, (chip, shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_number_of_pages_is_of_a_class_that_is_compiled(chip):
+    like = layer.Shape(2, 1, 1)
+    compiled = {layer.blocks_of(chip, shape) for shape in layer.classes(chip, like, layer.COUNTS)}
+    every = {layer.blocks_of(chip, dataclasses.replace(like, pages=n)): n for n in range(1, layer.MOST_PAGES + 1)}
+    assert not {n for key, n in every.items() if key not in compiled}
 
 
 def test_every_module_is_about_one_operation_and_names_each_case_once():

@@ -13,7 +13,7 @@ from benchmarks.schedule.estimate import estimate_kernel
 from benchmarks.schedule.execute import Schedule
 from benchmarks.schedule.machine import VECTOR_TO_SCALAR, Machine, tiled_words
 from benchmarks.schedule.scalar import Translator
-from benchmarks.schedule.units import issue, results_per_matmul
+from benchmarks.schedule.units import Results, issue, results_per_matmul
 from sharding.chips import CHIPS
 from tests import needs
 
@@ -159,10 +159,26 @@ def test_results_of_matrix_units_are_waited_for():
         "0x3   :  { %v4_v3 = vpop.f32.mrf.mxu0 }\n"
     )
     results = results_per_matmul(bundles)
-    assert results == 1
+    assert results == Results(1, 1, 1)
     line = issue(bundles, TIMINGS["v5p"], results)
     assert line.times == (0, 16, 90 + 16, 16 + 90 + 16)
     assert line.mxu_busy == 32
+
+
+def test_a_kernel_that_mixes_types_takes_the_results_of_its_own_products():
+    """Two products of bfloat16 with two results each and one of float32 with one: the last result is its own."""
+    bundles = parse(
+        "  0   :  { %v1_v0 = vmatmul.mubr.bf16.gmra.mxu0 %v9_v9 }\n"
+        "0x1   :  { %v2_v1 = vmatmul.mubr.bf16.gmra.mxu0 %v9_v9 }\n"
+        "0x2   :  { %v3_v2 = vmatmul.mubr.f32.gmra.mxu0 %v9_v9 }\n"
+        + "".join(f"0x{n}   :  {{ %v{n}_v3 = vpop.f32.mrf.mxu0 }}\n" for n in range(3, 8))
+    )
+    results = results_per_matmul(bundles)
+    assert [results.of(f"vmatmul.mubr.{kind}") for kind in ("bf16", "f32", "f8e4m3")] == [2, 1, 4]
+    line = issue(bundles, TIMINGS["v5p"], results)
+    assert line.times[:3] == (0, 16, 32)
+    assert line.times[3:] == (8 + 90, 16 + 90, 24 + 90, 32 + 90, 32 + 8 + 90)
+    assert results_per_matmul([]) == Results(1, 2, 4)
 
 
 def test_copies_under_way_share_the_bandwidth():

@@ -5,6 +5,10 @@ from collections.abc import Iterator
 import jax
 import pytest
 
+from tests.kernels.racing import racing
+
+__all__ = ["racing"]
+
 
 @pytest.fixture(autouse=True)
 def quick_compiler(request: pytest.FixtureRequest) -> Iterator[None]:

@@ -12,27 +12,35 @@ from glm52_jax.kernels.cache_write.api import write_rows
 
 LAYERS, BATCH, CAPACITY, WIDTH = 2, 2, 24, 3
 WRITE = {b: jax.jit(lambda *a, b=b: write_rows(*a, backend=b), donate_argnums=0) for b in PORTABLE}
-GATHER, CONTEXT, SLOTS = jax.jit(gather_rows), jax.jit(context_rows), jax.jit(slots, static_argnums=2)
+GATHER, CONTEXT, SLOTS = jax.jit(gather_rows), jax.jit(context_rows), jax.jit(slots, static_argnums=(2, 3))
 
 
 @st.composite
 def pools(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
-    """A stack of pages with different numbers in every slot, and a table of pages in any order, with pages to spare."""
+    """A stack of pages with different numbers in every slot, and a table of pages in any order, with pages to spare.
+
+    Some entries of the table are no pages of the pool: nothing is there, and nothing is written.
+    """
     page_size = draw(st.sampled_from([1, 3, 5, 8]))
     pages = -(-CAPACITY // page_size)
     order = draw(st.permutations(range(BATCH * pages + 2)))
     table = np.array(order[: BATCH * pages], np.int32).reshape(BATCH, pages)
+    for place in draw(st.lists(st.integers(0, table.size - 1), max_size=2)):
+        table.flat[place] = draw(st.sampled_from([-1, -7, len(order), len(order) + 3]))
     stack = -1.0 - np.arange(LAYERS * (BATCH * pages + 2) * page_size * WIDTH, dtype=np.float32)
     return stack.reshape(LAYERS, -1, page_size, WIDTH), table
 
 
 @st.composite
 def runs(draw: st.DrawFn, tokens: int) -> np.ndarray:
-    """Positions of a chunk: a run of consecutive ones in each row, with padding on either side, or none at all."""
+    """Positions of a chunk: a run of consecutive ones in each row, with padding on either side, or none at all.
+
+    A run may end past the capacity, or begin there.
+    """
     positions = np.full((BATCH, tokens), -1, np.int32)
     for row in range(BATCH):
         count = draw(st.integers(0, tokens))
-        first, column = draw(st.integers(0, CAPACITY - count)), draw(st.integers(0, tokens - count))
+        first, column = draw(st.integers(0, CAPACITY + 3)), draw(st.integers(0, tokens - count))
         positions[row, column : column + count] = first + np.arange(count)
     return positions
 
@@ -41,8 +49,11 @@ def flat(stack: np.ndarray, layer: int) -> np.ndarray:
     return stack[layer].reshape(-1, WIDTH)
 
 
-def slot(table: np.ndarray, page_size: int, row: int, position: int) -> int:
-    return int(table[row, position // page_size]) * page_size + position % page_size
+def slot(table: np.ndarray, stack: np.ndarray, row: int, position: int) -> int:
+    """-1 where there is none."""
+    column, page_size = position // stack.shape[2], stack.shape[2]
+    page = int(table[row, column]) if 0 <= column < table.shape[1] else -1
+    return page * page_size + position % page_size if 0 <= page < stack.shape[1] else -1
 
 
 @pytest.mark.parametrize("backend", PORTABLE)
@@ -56,8 +67,9 @@ def test_rows_are_written_where_their_positions_are(backend: str, tokens: int, d
     rows[positions < 0] = np.nan  # what padding holds must not matter
     expected = stack.copy()
     for row, column in np.argwhere(positions >= 0):
-        where = slot(table, stack.shape[2], row, positions[row, column])
-        flat(expected, layer)[where] = rows[row, column]
+        where = slot(table, stack, row, positions[row, column])
+        if where >= 0:
+            flat(expected, layer)[where] = rows[row, column]
     got = WRITE[backend](stack.copy(), layer, rows, table, positions)
     np.testing.assert_array_equal(got, expected)
 
@@ -66,16 +78,15 @@ def test_rows_are_written_where_their_positions_are(backend: str, tokens: int, d
 @settings(max_examples=40, deadline=None)
 def test_rows_are_read_where_they_were_written(data: st.DataObject) -> None:
     stack, table = data.draw(pools())
-    layer, page_size = data.draw(st.integers(0, LAYERS - 1)), stack.shape[2]
-    wanted = data.draw(st.lists(st.integers(-1, CAPACITY - 1), min_size=2 * BATCH, max_size=2 * BATCH))
+    layer = data.draw(st.integers(0, LAYERS - 1))
+    wanted = data.draw(st.lists(st.integers(-1, CAPACITY + 3), min_size=2 * BATCH, max_size=2 * BATCH))
     wanted = np.array(wanted, np.int32).reshape(BATCH, 2)
-    got, where = np.asarray(GATHER(stack, layer, table, wanted)), np.asarray(SLOTS(table, wanted, page_size))
+    got, where = np.asarray(GATHER(stack, layer, table, wanted)), np.asarray(SLOTS(table, wanted, *stack.shape[2:0:-1]))
     for row, column in np.ndindex(wanted.shape):
-        if wanted[row, column] < 0:
-            assert where[row, column] == -1
+        assert where[row, column] == slot(table, stack, row, wanted[row, column])
+        if where[row, column] < 0:
             assert (got[row, column] == 0).all()
         else:
-            assert where[row, column] == slot(table, page_size, row, wanted[row, column])
             np.testing.assert_array_equal(got[row, column], flat(stack, layer)[where[row, column]])
 
 
@@ -88,8 +99,8 @@ def test_a_context_in_order_of_position(data: st.DataObject) -> None:
     got = np.asarray(CONTEXT(stack, layer, table, lengths))
     assert got.shape == (BATCH, table.shape[1] * page_size, WIDTH)
     for row, position in np.ndindex(got.shape[:2]):
-        written = position < lengths[row]
-        expected = flat(stack, layer)[slot(table, page_size, row, position)] if written else np.zeros(WIDTH)
+        where = slot(table, stack, row, position) if position < lengths[row] else -1
+        expected = flat(stack, layer)[where] if where >= 0 else np.zeros(WIDTH)
         np.testing.assert_array_equal(got[row, position], expected)
 
 

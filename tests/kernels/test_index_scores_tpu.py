@@ -154,13 +154,10 @@ def test_queries_are_rounded_as_the_keys_are() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 12])
-def test_races(tokens: int) -> None:
+def test_no_races(tokens: int, racing: str) -> None:
     arguments = setting(FORMATS["fp8 lanes"], 2, tokens, 3, 8, 5)
-    got = jax.jit(functools.partial(index_scores, backend="races"), compiler_options=QUICK)(*arguments)
+    got = jax.jit(functools.partial(index_scores, backend=racing), compiler_options=QUICK)(*arguments)
     same(got, index_scores(*arguments, backend="reference"))
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-
-    assert not interpret_pallas_call.races.races_found
 
 
 @pytest.mark.parametrize("tokens", quickly([1, 3, 6, 8, 13], 1, 6))

@@ -41,14 +41,42 @@ def test_any_logits(tokens: int, case: tuple[int, Rule], seed: int, values: int)
     bias = (generator.integers(0, values, count) / values / 8).astype(np.float32)
     real = generator.random(tokens) > 0.2
     logits[~real] = generator.choice([np.nan, np.inf, -np.inf])
+    # A token with a NaN has no experts, whether one score is NaN or all are; infinities have their places.
+    wrong = real & (generator.random(tokens) < 0.2)
+    logits[wrong, generator.integers(0, count)] = np.nan
+    logits[wrong & (generator.random(tokens) < 0.5)] = np.nan
+    logits[~wrong & (generator.random(tokens) < 0.1), generator.integers(0, count)] = generator.choice(
+        [np.inf, -np.inf]
+    )
     expected = [np.asarray(part) for part in run("reference", rule)(logits, bias, real)]
     experts, gates, counts = (np.asarray(part) for part in run("interpret", rule)(logits, bias, real))
     np.testing.assert_array_equal(experts, expected[0])
     np.testing.assert_allclose(gates, expected[1], rtol=1e-6)
     np.testing.assert_array_equal(counts, expected[2])
-    assert counts.sum() == real.sum() * rule.k
-    assert (experts[~real] == -1).all()
-    assert not gates[~real].any()
+    chosen = real & ~wrong
+    assert counts.sum() == chosen.sum() * rule.k
+    assert (experts[~chosen] == -1).all()
+    assert (experts[chosen] >= 0).all()
+    assert not gates[~chosen].any()
+    assert np.isfinite(gates).all()
+
+
+def test_a_bias_of_nan_is_no_choice_either() -> None:
+    bias = np.zeros(16, np.float32)
+    bias[3] = np.nan
+    for backend in ("reference", "interpret"):
+        experts, gates, counts = run(backend, Rule(3, 4, 2))(np.zeros((5, 16), np.float32), bias, np.ones(5, bool))
+        assert (np.asarray(experts) == -1).all()
+        assert not np.asarray(gates).any()
+        assert not np.asarray(counts).any()
+
+
+def test_no_races(racing: str) -> None:
+    logits = np.random.default_rng(0).standard_normal((300, 16)).astype(np.float32)
+    bias, real, rule = np.zeros(16, np.float32), np.ones(300, bool), Rule(3)
+    got = choose_experts(logits, bias, real, rule, backend=f"{racing}:v5p")
+    for ours, other in zip(got, run("reference", rule)(logits, bias, real), strict=True):
+        np.testing.assert_allclose(ours, other, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("chip", "tokens"), [("v5e", 8), ("v5p", 4096), ("v6e", 64), ("tpu7x", 1)])

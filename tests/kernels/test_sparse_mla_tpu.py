@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
 from glm52_jax.kernels import Target
-from glm52_jax.kernels.sparse_mla import blocks
+from glm52_jax.kernels.sparse_mla import blocks, tpu
 from glm52_jax.kernels.sparse_mla.api import sparse_mla
 from glm52_jax.kernels.sparse_mla.blocks import FORMS, RowShape, choose_form, times
 from glm52_jax.kernels.sparse_mla.tpu import sparse_mla as sparse_mla_tpu
@@ -70,7 +69,9 @@ def both(arguments: list, form: str | None, backend: str = "interpret:v5p") -> t
     for ours, other in zip(got, expected, strict=True):
         assert (ours.dtype, ours.shape) == (other.dtype, other.shape)
         np.testing.assert_allclose(np.asarray(ours, np.float32), np.asarray(other, np.float32), **close)
-    nothing = ~(np.asarray(arguments[5].indices) >= 0).any(-1)
+    capacity = np.shape(arguments[3])[1] * next(iter(parts_of(arguments[1]).values())).shape[2]
+    indices = np.asarray(arguments[5].indices)
+    nothing = ~((indices >= 0) & (indices < capacity)).any(-1)
     assert (np.asarray(got[0], np.float32)[nothing] == 0).all()
     assert (np.asarray(got[1])[nothing] == -np.inf).all()
     return np.asarray(got[0], np.float32), np.asarray(got[1])
@@ -145,9 +146,65 @@ def test_lengths_of_lists(counts: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("form", ["rows", "blocks"])
-def test_no_races(form: str) -> None:
-    both(setting("float32", 2, 1, 2, 8, 3, 18, seed=2), form, "races:v6e")
-    assert not interpret_pallas_call.races.races_found
+def test_no_races(form: str, racing: str) -> None:
+    """Of rows that are copied as they are, on one core, and of those that share words, on two."""
+    both(setting("float32", 2, 1, 2, 8, 3, 18, seed=2), form, f"{racing}:v6e")
+    if form == "rows":
+        both(setting("bf16", 2, 1, 2, 8, 3, 18, seed=2), form, f"{racing}:v5p")
+
+
+@pytest.mark.parametrize(("name", "form"), quickly([("bf16", "rows"), ("fp8", "blocks")], ("bf16", "rows")))
+def test_copies_in_a_straight_line(monkeypatch: pytest.MonkeyPatch, name: str, form: str) -> None:
+    """As compiled kernels start them; lists of several chunks, of one, and of none."""
+    monkeypatch.setattr(tpu, "straight_line", lambda target: True)
+    both(setting(name, 2, 2, 3, 8, 9, 40, seed=4), form)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["rows", "blocks"])
+@pytest.mark.parametrize("name", ["bf16", "fp8"])
+def test_the_sizes_of_a_device(monkeypatch: pytest.MonkeyPatch, name: str, form: str) -> None:
+    """Chunks of whole lanes in a straight line, for 2,048 of 4,096 positions and 64 heads of the released widths."""
+    monkeypatch.setattr(tpu, "straight_line", lambda target: True)
+    monkeypatch.setattr(tpu, "_INTERPRETED_LANES", 128)
+    generator = np.random.default_rng(0)
+    rows, batch, tokens, pages, k = REAL[name], 1, 2, 64, 2048
+    table = generator.permutation(batch * pages).reshape(batch, pages).astype(np.int32)
+    values = jnp.asarray(generator.standard_normal((2, batch * pages, 64, 576)), jnp.float32)
+    stack = stack_of(rows, (2, batch * pages, 64)).replace(parts=rows.encode(values, 1))
+    queries = jnp.asarray(generator.standard_normal((batch, tokens, 64, 576)), jnp.bfloat16)
+    positions = np.tile(np.array([[3000, 4095]], np.int32), (batch, 1))
+    indices = np.full((batch, tokens, k), -1, np.int32)
+    indices[:, 0, :1500] = generator.permutation(3001)[:1500]
+    indices[:, 1] = generator.permutation(4096)[:k]
+    arguments = queries, stack, 1, table, positions, Selection(indices=jnp.asarray(indices))
+    got, expected = (
+        jax.jit(functools.partial(run, scale=576**-0.5, kv_lora_rank=512, **options))(*arguments)
+        for run, options in (
+            (sparse_mla_tpu, {"target": Target.of("interpret:v5p"), "form": form}),
+            (sparse_mla, {"backend": "reference"}),
+        )
+    )
+    np.testing.assert_allclose(*(np.asarray(out[0], np.float32) for out in (got, expected)), atol=1e-2)
+    np.testing.assert_allclose(got[1], expected[1], atol=1e-2)
+
+
+@pytest.mark.parametrize("form", quickly(FORMS, "dense", "rows"))
+def test_selected_positions_past_the_capacity_are_skipped(form: str) -> None:
+    """In lists, in units made before, and in the mask made of a list: there is no page to read them from."""
+    arguments = setting("bf16", 2, 2, 3, 8, 5, 12, seed=6)
+    arguments[1] = jnp.nan_to_num(arguments[1], nan=1.0, posinf=2.0)
+    indices = np.asarray(arguments[5].indices).copy()
+    indices[:, :, :4] = [40, 41, 47, 1 << 20]
+    arguments[5] = Selection(indices=jnp.asarray(indices))
+    kept = np.where(indices < 40, indices, -1)
+    both(arguments, form)
+    if form == "blocks":
+        both([*arguments[:5], arguments[5].planned(8)], form)
+    plain = jax.jit(functools.partial(sparse_mla, scale=SCALE, kv_lora_rank=RANK, backend="reference"))
+    without = plain(*arguments[:5], Selection(indices=jnp.asarray(kept)))
+    for ours, other in zip(plain(*arguments), without, strict=True):
+        np.testing.assert_array_equal(ours, other)
 
 
 @pytest.mark.parametrize("ascending", [False, True])

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from glm52_jax.axis_rules import asking
 from glm52_jax.block import Forms
 from glm52_jax.cache import Cache
 from glm52_jax.config import ModelConfig
@@ -77,7 +78,6 @@ def _compiled(config: ModelConfig, forms: Forms, mesh: Mesh) -> Any:
     layout = forms.layout
     row = batch_spec(layout, "tokens")
     traced = PartitionSpec(None, *row)
-    everyone = PartitionSpec(None, layout.axes_of("batch") or None)
 
     def shard(params: Any, tokens: Any, following: Any, positions: Any, cache: Cache) -> tuple[Seen, Cache]:
         seen, cache = one_step(params, config, tokens, following, positions, cache, forms)
@@ -96,8 +96,8 @@ def _compiled(config: ModelConfig, forms: Forms, mesh: Mesh) -> Any:
     def run(params: Any, tokens: Any, following: Any, positions: Any, cache: Cache) -> tuple[Seen, Cache]:
         caches = cache_specs(cache, layout)
         draft = row if "mtp" in params else None
-        selection = Selection(mask=batch_spec(layout)) if "mtp" in params else None
-        specs = Seen(row, row, LayerTrace(traced, Selection(mask=everyone), traced), draft, draft, selection)
+        selection = Selection(mask=row) if "mtp" in params else None
+        specs = Seen(row, row, LayerTrace(traced, Selection(mask=traced), traced), draft, draft, selection)
         return jax.shard_map(
             shard,
             mesh=mesh,
@@ -110,7 +110,10 @@ def _compiled(config: ModelConfig, forms: Forms, mesh: Mesh) -> Any:
 
 
 def _whole_mask(layout: Layout, cache: Cache, selection: Selection) -> jax.Array:
-    """Bool `[..., all positions]` of a selection that every device has its part of, in order of position."""
+    """Bool `[..., all positions]` in order of position, of this device's tokens.
+
+    Of a selection every device has its part, for all tokens that ask it.
+    """
     axes, own, page = layout.axes_of("kv_pages"), cache.capacity, cache.page_size
     if selection.mask is None:
         assert selection.indices is not None
@@ -118,6 +121,7 @@ def _whole_mask(layout: Layout, cache: Cache, selection: Selection) -> jax.Array
     else:
         mask = selection.mask
     whole = collectives.all_gather(layout, mask, axes, mask.ndim - 1)
+    whole = collectives.own_part(layout, whole, asking(layout), mask.ndim - 2)
     count = layout.size(axes)
     pages = np.arange(own * count) // page
     places = pages % count * own + pages // count * page + np.arange(own * count) % page

@@ -27,6 +27,8 @@ from infer.generation import generate
 from sharding.layout import Layout
 from tests.model.cases import FORMS, ON_TPUS, all_cases, check, figures
 from tests.model.mesh_paths import MeshWalk
+from tests.model.random_layouts import quick_trials
+from tests.model.random_layouts import run as random_layouts_run
 from tests.model.tiny import random_params, tiny, tiny_case
 
 LONG = {"experts": ("expert", "tensor"), "expert_mlp": ()}
@@ -123,6 +125,12 @@ def generation() -> None:
     options: dict[str, Any] = {"temperature": 1.0, "seed": 7, "stop_ids": ()}
     one = generate(single, case.config, three, 6, **options)
     assert generate(params, case.config, three, 6, layout=layout, **options) == one
+
+
+@named("random-layouts")
+def random_layouts() -> None:
+    """Rules that once gave other texts, and some drawn at random; `tests.model.random_layouts` draws hundreds."""
+    assert not random_layouts_run(quick_trials())
 
 
 def _folder() -> Any:

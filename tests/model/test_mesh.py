@@ -19,6 +19,7 @@ QUICK = (
     "ties-over-devices",
     "fp8-blocks-over-tensor",
     "generation",
+    "random-layouts",
 )
 SLOW = (
     "pages-and-heads-mask",
@@ -43,7 +44,21 @@ def test_the_model_on_eight_devices(checks: tuple[str, ...]) -> None:
         text=True,
         check=False,
     )
-    assert result.stdout.split() == list(checks), result.stderr
+    assert result.stdout.split() == list(checks), result.stdout + result.stderr
+
+
+@pytest.mark.slow
+def test_random_layouts_are_refused_or_right() -> None:
+    """The first of a long run: `python -m tests.model.random_layouts --count 400`."""
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.model.random_layouts", "--count", "40"],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_every_check_is_run() -> None:

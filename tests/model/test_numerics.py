@@ -253,6 +253,21 @@ def test_router_bias_far_from_zero() -> None:
     assert made["moe"]["router_bias"].dtype == jnp.float32
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu", "interpret"])
+def test_a_nan_of_the_router_shows(backend: str) -> None:
+    """A token with a score that is NaN has no experts; its sum over none would be a number as good as any."""
+    stack = dict(random_params()["moe"])
+    x, real = normal(1, 5, TINY.hidden_size), np.array([[True, True, False, True, True]])
+    run = quick_jit(partial(moe.moe, config=TINY, layer=0, backend=backend))
+    healthy, _ = run(stack, x=x, real=real)
+    assert np.isfinite(healthy[0][real[0]]).all()
+    stack["router"] = stack["router"].at[0, 3, 7].set(jnp.nan)
+    out, experts = run(stack, x=x, real=real)
+    assert (np.asarray(experts) == -1).all()
+    assert np.isnan(out[0][real[0]]).all()
+    np.testing.assert_array_equal(out[0, 2], healthy[0, 2])
+
+
 # --- layers, plans, drafts
 
 

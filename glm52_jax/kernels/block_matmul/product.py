@@ -28,6 +28,7 @@ from glm52_jax.kernels import Target
 from glm52_jax.kernels.pallas import LANES, SUBLANES
 from glm52_jax.quant import FLOAT8, BlockQuantized
 
+_INFINITE, _NAN = 255 * 2.0**120, 254 * 2.0**120  # the largest numbers of bfloat16, in the order of a tile's columns
 _UP, _BACK = 2.0**64, 2.0**56  # rows by the first, sums by the second: together the 2 ** 120 that widening took away
 _PLAIN_COLUMNS = 512  # of one product of plain weights; the compiler cuts it to what the units take
 _TURN = 4096  # columns in all of one turn of a loop over groups
@@ -127,23 +128,26 @@ class Form:
     def in_order(self, values: jax.Array) -> jax.Array:
         """Columns of `sums`, or what was made of them value by value, in the order of the weight's rows.
 
-        A product with a permutation of bfloat16 is exact; float32 goes in the three parts that it is the sum of.
+        A product with a permutation of bfloat16 is exact; float32 goes in the three parts that it is the sum of. Since
+        zero times infinity is NaN, the largest two numbers of bfloat16 stand for infinity and NaN: what is as large as
+        the first counts as infinite.
         """
         if not self.spread:
             return values
-        width = values.shape[-1]
+        width, dtype = values.shape[-1], values.dtype
+        wide = values.astype(jnp.float32)
+        values = jnp.where(wide != wide, _NAN, jnp.minimum(jnp.maximum(wide, -_INFINITE), _INFINITE)).astype(dtype)
         source = jax.lax.broadcasted_iota(jnp.int32, (width, width), 0)
         place = jax.lax.broadcasted_iota(jnp.int32, (width, width), 1)
         move = (source == place // 2 + place % 2 * (width // 2)).astype(jnp.bfloat16)
         product = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
-        if values.dtype == jnp.bfloat16:
-            return product(values, move).astype(values.dtype)
         total = jnp.zeros(values.shape, jnp.float32)
-        for _ in range(3):
+        for _ in range(1 if dtype == jnp.bfloat16 else 3):
             part = values.astype(jnp.bfloat16)
-            values -= part.astype(jnp.float32)
+            values -= part.astype(dtype)
             total += product(part, move)
-        return total
+        total = jnp.where(total == _NAN, jnp.nan, jnp.where(jnp.abs(total) < _INFINITE, total, total * 2))
+        return total.astype(dtype)
 
     def _widen(self, codes: jax.Array) -> jax.Array:
         if not self.spread:

@@ -24,6 +24,10 @@ def write_rows(
 ) -> RowStack:
     """The stack with one row for each token written at `positions` of one layer, in place where the stack is donated.
 
+    A position without a slot (see `cache.slots`) is not written: one that is negative, at or past the capacity of the
+    table, or in a page that is none of the pool's. Tiles of eight rows are read, changed and written back, so two
+    sequences of a call must not write to one page: a page that sequences share has to be whole.
+
     Args:
         stack: `[layers, pages, page_size, width]`, or `PackedRows` of such rows.
         layer: which layer of the stack.

@@ -47,9 +47,9 @@ def _write(
 def _write_tokens(
     stack: jax.Array, layer: jax.Array | int, rows: jax.Array, page_table: jax.Array, positions: jax.Array
 ) -> jax.Array:
-    page_size, width = stack.shape[2:]
+    pages, page_size, width = stack.shape[1:]
     flat_rows = rows.reshape(-1, width)
-    where = slots(page_table, positions, page_size).reshape(-1)
+    where = slots(page_table, positions, page_size, pages).reshape(-1)
 
     def write(token: jax.Array, stack: jax.Array) -> jax.Array:
         slot = jnp.maximum(where[token], 0)
@@ -70,8 +70,8 @@ def _write_runs(
     touched: int,
 ) -> jax.Array:
     batch, tokens, width = rows.shape
-    page_size = stack.shape[2]
-    last_page = page_table.shape[1] - 1
+    pages, page_size = stack.shape[1:3]
+    last = page_table.shape[1] - 1
     real = positions >= 0
     first = jnp.min(jnp.where(real, positions, jnp.iinfo(jnp.int32).max), axis=1)
     count = jnp.sum(real, axis=1)
@@ -79,12 +79,14 @@ def _write_runs(
 
     def write(step: jax.Array, stack: jax.Array) -> jax.Array:
         row, offset = step // touched, step % touched
-        page = jnp.where(count[row] > 0, first[row], 0) // page_size + offset
+        column = jnp.where(count[row] > 0, first[row], 0) // page_size + offset
+        page = page_table[row, jnp.minimum(column, last)]
+        there = (column <= last) & (page >= 0) & (page < pages)
         # Place of each slot of the page in the run of this sequence; outside of it the page keeps what it has.
-        place = page * page_size + jnp.arange(page_size) - first[row]
-        inside = (place >= 0) & (place < count[row]) & (page <= last_page)
+        place = column * page_size + jnp.arange(page_size) - first[row]
+        inside = (place >= 0) & (place < count[row]) & there
         new = jnp.take(rows[row], jnp.take(columns[row], jnp.clip(place, 0, tokens - 1)), axis=0)
-        start = (layer, page_table[row, jnp.minimum(page, last_page)], 0, 0)
+        start = (layer, jnp.clip(page, 0, pages - 1), 0, 0)
         old = jax.lax.dynamic_slice(stack, start, (1, 1, page_size, width))
         page_rows = jnp.where(inside[:, None], new, old[0, 0])[None, None]
         return jax.lax.dynamic_update_slice(stack, page_rows, start)

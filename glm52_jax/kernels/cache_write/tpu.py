@@ -40,7 +40,7 @@ def write_rows(
     parts = parts_of(stack)
     form = stack.format if isinstance(stack, PackedRows) else None
     batch, tokens, width = values.shape
-    page_size = next(iter(parts.values())).shape[2]
+    pages, page_size = next(iter(parts.values())).shape[1:3]
     blocks = choose(target.chip, batch, tokens, page_size)
     room = _made_width(form, width)
     shared, angles = tables(making, room)
@@ -51,7 +51,7 @@ def write_rows(
     steps, rows, _ = values.shape
     angles = [by_step(table) for table in angles]
     scale = form.scale(layer) if isinstance(form, TensorRows) else jnp.ones((), jnp.float32)
-    scalars = (jnp.asarray(layer, jnp.int32).reshape(1), *places(page_table, positions, page_size, blocks))
+    scalars = (jnp.asarray(layer, jnp.int32).reshape(1), *places(page_table, positions, page_size, pages, blocks))
     any_space = pl.BlockSpec(memory_space=pl.ANY)
 
     def of_step(array: jax.Array) -> pl.BlockSpec:
@@ -117,7 +117,7 @@ class Places(NamedTuple):
     """Where the tiles of all steps are, int32 `[tiles]` each.
 
     Attributes:
-        page: of the pool.
+        page: of the pool; any of them where nothing is new.
         group: number of the tile in its page.
         start: row of the step that the tile's first row would get, which may be before or after those that are there.
         low, high: rows of the tile that are new, none where they are equal.
@@ -130,8 +130,12 @@ class Places(NamedTuple):
     high: jax.Array
 
 
-def places(page_table: jax.Array, positions: jax.Array, page_size: int, blocks: Blocks) -> Places:
-    """The tiles of a write, step after step, `blocks.touched` for each run of columns of a sequence."""
+def places(page_table: jax.Array, positions: jax.Array, page_size: int, pages: int, blocks: Blocks) -> Places:
+    """The tiles of a write, step after step, `blocks.touched` for each run of columns of a sequence.
+
+    Nothing is new in a tile of a page that is past the table or none of the pool's: unlike a slice of an array, a copy
+    is not kept inside of its array, and would write into another layer.
+    """
     batch, tokens = positions.shape
     pad = ((0, -batch % blocks.sequences), (0, -tokens % blocks.tokens))
     positions = jnp.pad(positions, pad, constant_values=-1).reshape(-1, blocks.tokens)
@@ -143,17 +147,19 @@ def places(page_table: jax.Array, positions: jax.Array, page_size: int, blocks: 
     first = jnp.where(count > 0, first, 0)
     tile = first // blocks.rows + jnp.arange(blocks.touched)  # of the sequence
     base = tile * blocks.rows
-    low = jnp.clip(first - base, 0, blocks.rows)
-    high = jnp.clip(first + count - base, low, blocks.rows)
+    column = base // page_size
+    page = jnp.take_along_axis(table, jnp.minimum(column, table.shape[1] - 1), axis=1)
+    there = (column < table.shape[1]) & (page >= 0) & (page < pages)
+    low = jnp.where(there, jnp.clip(first - base, 0, blocks.rows), 0)
+    high = jnp.where(there, jnp.clip(first + count - base, low, blocks.rows), 0)
     # The column of the tile's first new row.
     columns = jnp.arange(blocks.tokens)
-    column = jnp.min(
+    begin = jnp.min(
         jnp.where(positions[:, None] == (base + low)[..., None], columns, blocks.tokens), axis=2, initial=blocks.tokens
     )
     in_step = jnp.arange(positions.shape[0])[:, None] % blocks.sequences * blocks.tokens
-    page = jnp.take_along_axis(table, jnp.minimum(base // page_size, table.shape[1] - 1), axis=1)
     group = base % page_size // blocks.rows
-    found = (page, group, in_step + column - low, low, high)
+    found = (jnp.clip(page, 0, pages - 1), group, in_step + begin - low, low, high)
     return Places(*(array.astype(jnp.int32).reshape(-1) for array in found))
 
 

@@ -36,6 +36,9 @@ def choose_experts(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The best experts by `sigmoid(logits) + bias`, ties to the lower number, and `sigmoid(logits)` as their gates.
 
+    A token of which any score is NaN has no best experts: it gets none, as padding does, in every form. What is
+    chosen is always the number of an expert, so that no kernel has to check it.
+
     Args:
         logits: float32 `[tokens, experts]`.
         bias: float32 `[experts]`; it decides the choice only.
@@ -43,8 +46,8 @@ def choose_experts(
         backend: see `kernels.resolve_backend`.
 
     Returns:
-        experts: int32 `[tokens, k]`, the best first, -1 for padding.
-        gates: float32 of the same shape, zero for padding.
+        experts: int32 `[tokens, k]`, the best first, -1 for padding and NaN.
+        gates: float32 of the same shape, zero for padding and NaN.
         counts: int32 `[experts]`, how many tokens chose each.
     """
     return form(_FORMS, backend)(logits, bias, real, rule)

@@ -16,6 +16,7 @@ def choose_experts_reference(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `api.choose_experts`."""
     scores = jax.nn.sigmoid(logits)
+    real = real & ~jnp.any(jnp.isnan(scores + bias), axis=-1)
     ranked = _within_best_groups(scores + bias, rule)
     _, experts = jax.lax.top_k(ranked, rule.k)
     gates = jnp.take_along_axis(scores, experts, axis=-1)

@@ -61,8 +61,11 @@ def _kernel(rule: Rule, logits: Any, bias: Any, real: Any, experts: Any, gates: 
     def _start() -> None:
         counts[...] = jnp.zeros(counts.shape, counts.dtype)
 
-    scores, here = jax.nn.sigmoid(logits[...]), real[...] > 0
-    ranked = _within_best_groups(scores + bias[...], rule)
+    scores = jax.nn.sigmoid(logits[...])
+    ranked = scores + bias[...]
+    wrong = jnp.max(jnp.where(ranked != ranked, 1, 0), axis=0, keepdims=True)  # NaN
+    here = (real[...] > 0) & (wrong == 0)
+    ranked = _within_best_groups(ranked, rule)
     free = jnp.ones(ranked.shape, jnp.bool_)
     picked = []
     for choice in range(rule.k):

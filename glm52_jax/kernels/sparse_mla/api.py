@@ -33,7 +33,8 @@ def sparse_mla(
         layer: which layer of the stack.
         page_table: int32 `[batch, pages_per_sequence]`.
         positions: int32 `[batch, tokens]` of the queries, -1 for padding.
-        selection: what each query attends to, in either form; entries of -1 are skipped, order is free.
+        selection: what each query attends to, in either form; entries of -1, and at or past the capacity of the table,
+            are skipped, order is free.
         scale: factor of the scores.
         kv_lora_rank: how many values of a row are the latent that is averaged.
         expected: how many positions a query selects on average, by which a form is chosen where there are several; as

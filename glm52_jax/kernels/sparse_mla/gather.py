@@ -72,6 +72,7 @@ class Gather:
         rank: width of what is averaged.
         lanes: numbers of a row of what the kernel sees of the lists.
         straight: whether copies are started in a straight line, in which compilers for CPUs would lose themselves.
+        given_words: whether the stack's arrays are words already, since simulators cannot take values for them.
     """
 
     parts: tuple[Part, ...]
@@ -87,6 +88,7 @@ class Gather:
     rank: int
     lanes: int
     straight: bool
+    given_words: bool = False
 
 
 def attend(
@@ -106,12 +108,12 @@ def attend(
 
     Args:
         queries: `[cores * per_core, heads, width]`, as wide as the rows that `decode` makes.
-        stack: the parts `[rows of all layers, width of the part]`.
+        stack: the parts `[rows of all layers, width of the part]`, or their words where those are given.
         tables: int32 `[batch, 1, pages]`, the number of a page's first unit in the stack less that in the sequence.
         entries: int32 `[cores * per_core, entries]`, unit number and bits of its rows; 0 for none.
         counts: int32 `[cores * per_core]`, places of the list up to the last that is not 0.
         decode: of the parts' values in a kernel, `[rows, width of the part]` each, rows in the type of `queries`.
-        scale: float32 `[1]`, of the scores and, before `decode`, of the rows: `[scores, rows]`.
+        scale: float32 `[2]`: what scores are multiplied by, and what the average of the decoded rows is.
 
     Returns:
         out: `[cores * per_core, heads, rank]`.
@@ -284,7 +286,8 @@ class _Buffer:
             rows,
         )
         self.parts = [
-            ref.bitcast(jnp.uint32) if part.pack > 1 else ref for ref, part in zip(parts, plan.parts, strict=True)
+            ref.bitcast(jnp.uint32) if part.pack > 1 and not plan.given_words else ref
+            for ref, part in zip(parts, plan.parts, strict=True)
         ]
 
     def list_of(self, query: Any, chunk: Any) -> Any:
@@ -406,6 +409,14 @@ def _accumulate(
         result += product(weights.astype(q.dtype), kept[place, : plan.rank], 0)
     norm[...] = added
     total[...] = result
+
+
+def in_words(rows: jax.Array, pack: int) -> jax.Array:
+    """uint32 `[rows / pack, width]` of rows, as a TPU has neighbouring ones in its words; the rows themselves for 1."""
+    if pack == 1:
+        return rows
+    together = jnp.moveaxis(rows.reshape(-1, pack, rows.shape[1]), 1, 2)
+    return jax.lax.bitcast_convert_type(together, jnp.uint32)
 
 
 def _spread(count: int, times: int) -> np.ndarray:

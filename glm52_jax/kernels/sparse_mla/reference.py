@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from glm52_jax.cache import context_rows, gather_rows
 from glm52_jax.kernels.index_scores.reference import map_tokens
 from glm52_jax.primitives import einsum
-from glm52_jax.row_formats import RowStack
+from glm52_jax.row_formats import RowStack, parts_of
 from glm52_jax.selection import Selection
 
 _BLOCK_VALUES = 1 << 26  # of the rows that are gathered at a time
@@ -26,13 +26,14 @@ def sparse_mla_reference(
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.sparse_mla`."""
     if selection.indices is not None:
+        capacity = page_table.shape[1] * next(iter(parts_of(latent).values())).shape[2]
 
         def attend(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             q, indices = part
             rows = gather_rows(latent, layer, page_table, indices.reshape(indices.shape[0], -1)).astype(q.dtype)
             rows = rows.reshape(*indices.shape, -1)
             scores = einsum("bshw,bskw->bshk", q, rows, dtype=jnp.float32) * scale
-            weights, lse = masked_softmax(scores, indices[:, :, None] >= 0)
+            weights, lse = masked_softmax(scores, ((indices >= 0) & (indices < capacity))[:, :, None])
             return einsum("bshk,bskr->bshr", weights.astype(q.dtype), rows[..., :kv_lora_rank]), lse
 
         # The selected rows of a long chunk are never there all at once.

@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from glm52_jax.kernels import Target
-from glm52_jax.kernels.pallas import LANES
+from glm52_jax.kernels.pallas import LANES, simulated
 from glm52_jax.kernels.sparse_mla import blocks
 from glm52_jax.kernels.sparse_mla.dense import dense_mla
-from glm52_jax.kernels.sparse_mla.gather import Gather, Part, attend
+from glm52_jax.kernels.sparse_mla.gather import Gather, Part, attend, in_words
 from glm52_jax.kernels.sparse_mla.reference import sparse_mla_reference
 from glm52_jax.kernels.sparse_mla.stored_rows import StoredRows, stored_rows
 from glm52_jax.row_formats import RowStack
-from glm52_jax.selection import Selection, plan_units, single_units
+from glm52_jax.selection import UNIT_BITS, Selection, plan_units, single_units
 
 _INTERPRETED_LANES = 8  # numbers that go together where nothing is laid out in lanes, and short lists are tested
 
@@ -53,14 +53,13 @@ def sparse_mla(
         mask = selection.as_mask(capacity)
         return dense_mla(queries, latent, layer, page_table, positions, mask, scale, kv_lora_rank, target=target)
     page_size = stack[0].shape[2]
-    packs = [_pack(array, page_size, target) for array in stack]
+    packs = [_pack(array, page_size) for array in stack]
     unit = max(packs)
     if form == "blocks" and page_size % blocks.BLOCK_ROWS == 0:
         unit = blocks.BLOCK_ROWS
     parts = tuple(Part(a.dtype, a.shape[-1], pack, unit) for a, pack in zip(stack, packs, strict=True))
-    tables = _tables(page_table, layer, stack[0].shape[1], page_size // unit)
     return _gathered(
-        queries, stack, stored, parts, tables, positions, selection, scale, kv_lora_rank, page_size, expected, target
+        queries, stack, stored, parts, page_table, layer, positions, selection, scale, kv_lora_rank, expected, target
     )
 
 
@@ -69,18 +68,20 @@ def _gathered(
     stack: list[jax.Array],
     stored: StoredRows,
     parts: tuple[Part, ...],
-    tables: jax.Array,
+    page_table: jax.Array,
+    layer: jax.Array | int,
     positions: jax.Array,
     selection: Selection,
     scale: float,
     kv_lora_rank: int,
-    page_size: int,
     expected: int,
     target: Target,
 ) -> tuple[jax.Array, jax.Array]:
     """`sparse_mla` by gathering units of rows, with everything padded to what the kernel takes."""
     batch, tokens, heads, width = queries.shape
     unit, count = parts[0].unit, batch * tokens
+    pages, page_size = stack[0].shape[1:3]
+    tables, table_pages = _tables(page_table, layer, pages, page_size // unit), page_table.shape[1]
     entries = _entries(selection, unit)
     lanes = _INTERPRETED_LANES if target.interpret else LANES
     sizes = blocks.choose(target.chip, unit, len(parts), entries.shape[-1], lanes)
@@ -100,17 +101,23 @@ def _gathered(
         per_core=per_core,
         rank=kv_lora_rank,
         lanes=lanes,
-        straight=not target.interpret,
+        straight=straight_line(target),
+        given_words=simulated(target),
     )
-    entries = jnp.where(positions[..., None] >= 0, entries, 0).reshape(count, -1)
+    # What is past the capacity would be copied from past the table of pages.
+    there = (positions[..., None] >= 0) & (entries >> UNIT_BITS < table_pages * plan.page_units)
+    entries = jnp.where(there, entries, 0).reshape(count, -1)
     entries = jnp.pad(entries, ((0, more), (0, room - entries.shape[1])))
+    flat = [array.reshape(-1, array.shape[-1]) for array in stack]
+    if plan.given_words:
+        flat = [in_words(array, part.pack) for array, part in zip(flat, parts, strict=True)]
     factor = jnp.asarray(stored.scale, jnp.float32)
     queries = queries.reshape(count, heads, width)
     queries = jnp.pad(queries, ((0, more), (0, -heads % blocks.HEADS), (0, stored.width - width)))
     out, lse = attend(
         plan,
         queries,
-        [array.reshape(-1, array.shape[-1]) for array in stack],
+        flat,
         tables,
         entries,
         jnp.max(jnp.where(entries > 0, jnp.arange(1, room + 1, dtype=jnp.int32), 0), axis=1),
@@ -142,11 +149,15 @@ def _entries(selection: Selection, unit: int) -> jax.Array:
     return single_units(selection.indices, unit)
 
 
-def _pack(array: jax.Array, page_size: int, target: Target) -> int:
+def _pack(array: jax.Array, page_size: int) -> int:
     """Rows that share the words that are copied."""
     pack = 4 // array.dtype.itemsize
-    # The interpreter that looks for races has no words in place of values.
-    return 1 if page_size % pack or target.interpret == "races" else pack
+    return 1 if page_size % pack else pack
+
+
+def straight_line(target: Target) -> bool:
+    """Whether the copies of a chunk are in a straight line, in which compilers for CPUs take long."""
+    return not target.interpret
 
 
 def _tables(page_table: jax.Array, layer: jax.Array | int, pages: int, units: int) -> jax.Array:
