@@ -22,6 +22,7 @@ from glm52_jax.config_json import (
     write_generation,
 )
 from glm52_jax.errors import InputError
+from glm52_jax.files import is_there, refuse_dead_links
 from glm52_jax.released import GENERATION, RELEASED
 
 __all__ = [
@@ -35,6 +36,9 @@ __all__ = [
     "load_config",
     "read_json",
 ]
+
+_SUFFIXES = (".json", ".jinja", ".model")
+"""Of files that say what a checkpoint is: config, generation config, tokenizer, template, index."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,12 +178,21 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
-        """Reads `config.json` and, when present, `generation_config.json` of a checkpoint folder."""
+        """Reads `config.json` and, when present, `generation_config.json` of a checkpoint folder.
+
+        Raises:
+            InputError: as `from_dict`; the folder is that of a conversion or an export which is not finished; or a link
+                in it leads nowhere, where the name is that of a config, a tokenizer or a template.
+        """
+        from glm52_jax.checkpoint.work_folder import refuse_unfinished
+
         folder = Path(folder)
+        refuse_unfinished(folder)
+        refuse_dead_links(folder, _SUFFIXES)
         generation = folder / "generation_config.json"
         raw = read_json(folder / "config.json")
         return cls.from_dict(
-            raw, generation=read_json(generation) if generation.exists() else None, source=str(folder / "config.json")
+            raw, generation=read_json(generation) if is_there(generation) else None, source=str(folder / "config.json")
         )
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from glm52_jax.errors import InputError
+from glm52_jax.files import dead_link
 
 if TYPE_CHECKING:
     from glm52_jax.config import ModelConfig
@@ -100,9 +101,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_duplicates)
     except FileNotFoundError:
-        raise InputError(f"{path}: no such file; a checkpoint folder needs it") from None
+        raise InputError(f"{path}: {dead_link(path) or 'no such file'}; a checkpoint folder needs it") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read ({error})") from None
+        raise InputError(f"{path}: {dead_link(path) or f'cannot be read ({error})'}") from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):

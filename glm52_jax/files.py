@@ -53,7 +53,7 @@ def dead_link(path: Path) -> str | None:
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
-        return f"is a link to {target}, where nothing is"
+        return f"is a link to {target}, where there is no such file"
     except OSError as error:
         if error.errno == errno.ELOOP:
             return f"is a link to {target}, which leads back to itself"

@@ -20,12 +20,13 @@ from glm52_jax.checkpoint.store import CHUNK_BYTES, PARAMS, Leaf, leaf_of, leave
 from glm52_jax.checkpoint.work_folder import WorkFolder
 from glm52_jax.config import ModelConfig, read_json
 from glm52_jax.errors import InputError
+from glm52_jax.files import dead_link, is_there
 from glm52_jax.spec import Tensor
 
 
 def is_converted(folder: Path) -> bool:
     """Whether a folder is, or was to become, a converted checkpoint."""
-    return (folder / MANIFEST).exists() or (folder / PARAMS).is_dir()
+    return is_there(folder / MANIFEST) or (folder / PARAMS).is_dir()
 
 
 class ConvertedCheckpoint(PublishedCheckpoint):
@@ -46,7 +47,7 @@ class ConvertedCheckpoint(PublishedCheckpoint):
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self.name = str(folder)
-        if not (self.folder / MANIFEST).exists():
+        if not is_there(self.folder / MANIFEST):
             raise WorkFolder(self.folder).refuse()
         self.manifest = Manifest.read(self.folder)
         self.leaves = leaves(
@@ -122,6 +123,7 @@ class ConvertedCheckpoint(PublishedCheckpoint):
                 try:
                     size = os.stat(file).st_size
                 except OSError as error:
-                    raise InputError(f"{file}: cannot be read ({error.strerror}); it holds values of {name}") from None
+                    problem = dead_link(file) or f"cannot be read ({error.strerror})"
+                    raise InputError(f"{file}: {problem}; it holds values of {name}") from None
                 if size != leaf.chunk_bytes:
                     raise InputError(f"{file}: {size} bytes, expected {leaf.chunk_bytes} of {name}")

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 from glm52_jax.errors import InputError
+from glm52_jax.files import dead_link
 
 
 class LastFile(threading.local):
@@ -30,7 +31,7 @@ class LastFile(threading.local):
                     raise InputError(f"{path}: {size} bytes, too short to hold bytes up to {offset + len(out)}")
                 done += count
         except OSError as error:
-            raise InputError(f"{path}: can no longer be read ({error.strerror})") from None
+            raise InputError(f"{path}: {dead_link(path) or f'can no longer be read ({error.strerror})'}") from None
 
     def close(self) -> None:
         if self.path is not None:

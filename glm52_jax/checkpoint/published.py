@@ -19,6 +19,7 @@ from glm52_jax.checkpoint.safetensors_file import Entry, SafetensorsFile
 from glm52_jax.config import SHARED, ModelConfig, read_json
 from glm52_jax.config_json import shown
 from glm52_jax.errors import InputError
+from glm52_jax.files import dead_link
 from glm52_jax.spec import SCALE_SUFFIX, Tensor, parameters
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -29,6 +30,8 @@ CODES = ("F8_E4M3", "I8")
 SCALE_NAMES = (SCALE_SUFFIX, "_scale")  # some tools rename the scale; it multiplies all the same
 
 _FUSED = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", None)}
+_LISTED = 12
+"""Files that a sentence names."""
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.([0-9]+)\.(gate_proj|up_proj|down_proj)\.weight")
 _LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,8})\.(.*)")
 
@@ -141,22 +144,33 @@ class PublishedCheckpoint:
                 raise InputError(f"{index}: weight_map has {shown(file)}, expected the name of a file in the folder")
             if not name.isprintable():
                 raise InputError(f"{index}: weight_map names a tensor {shown(name)}, expected printable text")
+        weight_map = {name: str(PurePosixPath(file)) for name, file in weight_map.items()}  # ./a and a//b have one name
         files = sorted(set(weight_map.values()))
+        self._refuse_absent(index, weight_map, files)
         if SINGLE_FILE not in files and SINGLE_FILE in self._listed:
             raise InputError(
                 f"{self.folder}: holds {SINGLE_FILE} and {INDEX_FILE}, which does not name it, expected one of them "
                 "(programs differ in which they read)"
             )
-        self._refuse_absent(index, weight_map, files)
         self._files = {file: SafetensorsFile(self.folder / file) for file in files}
         self._refuse_disagreement(index, weight_map)
         return weight_map
 
     def _refuse_absent(self, index: Path, weight_map: dict[str, str], files: list[str]) -> None:
-        absent = [file for file in files if not (self.folder / file).exists()]
+        absent = [file for file in files if not os.path.exists(self.folder / file)]
         if not absent:
             return
+        link = dead_link(self.folder / absent[0])
+        if link is not None:
+            raise InputError(f"{index}: names {absent[0]}, which {link}; so it is not in the folder")
         held = [name for name, file in weight_map.items() if file == absent[0]]
+        whole = [file for file in self._listed if file not in files and _is_whole(self.folder / file)]
+        if whole:
+            verb = "is" if len(whole) == 1 else "are"
+            raise InputError(
+                f"{index}: is stale; it names {_listing(absent)}, not in the folder, and does not name "
+                f"{_listing(whole)}, which {verb} there and whole; expected the index that belongs to the files"
+            )
         files_are = (
             f"{absent[0]}, which is" if len(absent) == 1 else f"{absent[0]} and {len(absent) - 1} more, which are"
         )
@@ -168,7 +182,9 @@ class PublishedCheckpoint:
     def _refuse_disagreement(self, index: Path, weight_map: dict[str, str]) -> None:
         for name, file in weight_map.items():
             if name not in self._files[file].entries:
-                raise InputError(f"{index}: says that {name} is in {file}, which does not hold it")
+                holder = next((other for other, opened in self._files.items() if name in opened.entries), None)
+                where = f"; {holder} does, so the index is stale" if holder else ""
+                raise InputError(f"{index}: says that {name} is in {file}, which does not hold it{where}")
         for file, opened in self._files.items():
             for name in opened.entries:
                 if name not in weight_map:
@@ -274,9 +290,26 @@ def _names(folder: Path) -> list[str]:
     try:
         return sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
-        raise InputError(f"{folder}: no such folder, expected one with config.json and safetensors files") from None
+        problem = dead_link(folder) or "no such folder"
+        raise InputError(f"{folder}: {problem}, expected one with config.json and safetensors files") from None
     except OSError as error:
         raise InputError(f"{folder}: cannot be read ({error.strerror})") from None
+
+
+def _listing(files: list[str]) -> str:
+    more = len(files) - _LISTED
+    return ", ".join(files[:_LISTED]) + f" and {more} more" * (more > 0)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file is a safetensors file to its end."""
+    if path.suffix != ".safetensors":
+        return False
+    try:
+        SafetensorsFile(path)
+    except InputError:
+        return False
+    return True
 
 
 def _expected(config: ModelConfig) -> Iterator[Tensor]:
@@ -295,7 +328,7 @@ def _is_inside(file: object) -> bool:
     if not isinstance(file, str) or not file or not file.isprintable():
         return False
     path = PurePosixPath(file)
-    return not path.is_absolute() and ".." not in path.parts
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 
 
 def _ignorable(name: str, config: ModelConfig) -> str | None:

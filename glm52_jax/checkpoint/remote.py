@@ -7,6 +7,7 @@ sparse file of the right size. So it is checked like any other folder; only valu
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import tempfile
 import threading
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 from glm52_jax.checkpoint.companions import is_companion
 from glm52_jax.checkpoint.published import INDEX_FILE, PublishedCheckpoint
 from glm52_jax.errors import InputError
+from glm52_jax.files import unwritable
 
 READ_AHEAD = 32 * 2**20
 """Bytes of a request, where a tensor has as many: a request takes longer to arrive than a few megabytes."""
@@ -32,7 +34,7 @@ def remote_url(source: str) -> str | None:
     """The URL of a source that is no local folder: a hub id such as `zai-org/GLM-5.2` is one without its scheme."""
     if "://" in source:
         return None if source.startswith("file://") else source
-    if _HUB.fullmatch(source) and not Path(source).exists():
+    if _HUB.fullmatch(source) and not os.path.lexists(source):
         return f"hf://{source}"
     return None
 
@@ -88,6 +90,8 @@ def open_remote(url: str) -> Generator[RemoteCheckpoint, None, None]:
             files, root = _file_system(url)
             _stand_in(files, root, Path(place))
             yield RemoteCheckpoint(url, Path(place), files, root)
+        except OSError as error:
+            raise unwritable(Path(place), error, "its headers and small files are kept there for the time") from None
         except InputError as error:
             raise InputError(str(error).replace(place, url)) from None
 

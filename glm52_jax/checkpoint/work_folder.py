@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from glm52_jax import files
+from glm52_jax.checkpoint.manifest import MANIFEST
 from glm52_jax.config_json import shown
 from glm52_jax.errors import InputError
 
@@ -209,6 +210,17 @@ class WorkFolder:
             with (self.path / name).open("rb") as file:
                 return file.read(len(_HEAD)) in (_HEAD, _HEAD[: os.fstat(file.fileno()).st_size])
         return begun and _OWN.fullmatch(name) is not None
+
+
+def refuse_unfinished(folder: Path) -> None:
+    """Refuses a folder that a conversion or an export has begun to write.
+
+    Raises:
+        InputError: with the command that goes on.
+    """
+    work = WorkFolder(folder)
+    if work.exists and not files.is_there(folder / MANIFEST):
+        raise work.refuse()
 
 
 class Journal:

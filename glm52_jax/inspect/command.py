@@ -11,6 +11,7 @@ import click
 from glm52_jax.checkpoint.published import INDEX_FILE, Contents, PublishedCheckpoint
 from glm52_jax.config import ModelConfig, load_config
 from glm52_jax.errors import InputError
+from glm52_jax.files import is_there
 from glm52_jax.inspect.account import CONTEXTS, account
 from glm52_jax.inspect.operators import operators
 from glm52_jax.lengths import LENGTH
@@ -67,7 +68,7 @@ def _lengths(config: ModelConfig, asked: int | None) -> tuple[int, list[int]]:
 def _files(config: ModelConfig, path: str) -> tuple[Contents | None, dict[str, Any] | None]:
     """What a folder's safetensors hold, checked against the table; nothing where there are none."""
     folder = Path(path)
-    if not folder.is_dir() or not ((folder / INDEX_FILE).exists() or any(folder.glob("*.safetensors"))):
+    if not folder.is_dir() or not (is_there(folder / INDEX_FILE) or any(folder.glob("*.safetensors"))):
         return None, None
     checkpoint = PublishedCheckpoint(folder)
     contents = checkpoint.check(config)

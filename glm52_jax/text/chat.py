@@ -14,6 +14,7 @@ from typing import Any
 import jinja2
 
 from glm52_jax.errors import InputError
+from glm52_jax.files import is_there
 from glm52_jax.text.json_file import read_json_object, read_text
 from glm52_jax.text.messages import normalise_messages, normalise_tools
 from glm52_jax.text.special import free_mark, strings_in, unescape_mark
@@ -96,10 +97,10 @@ class ChatFormat:
             InputError: a file is broken, its template is, or the built-in one finds a special token missing.
         """
         path, config_path = Path(folder) / TEMPLATE_FILE, Path(folder) / CONFIG_FILE
-        config = read_json_object(config_path) if config_path.exists() else {}
+        config = read_json_object(config_path) if is_there(config_path) else {}
         inline = _inline_template(config.get("chat_template"), config_path)
         variables = _special_token_variables(config)
-        if path.exists():
+        if is_there(path):
             template = read_text(path)
             if inline is not None:
                 # Worth a warning only when it matters which of the two was meant.

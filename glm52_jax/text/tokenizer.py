@@ -13,6 +13,7 @@ from typing import Any
 import tokenizers
 
 from glm52_jax.errors import InputError
+from glm52_jax.files import is_there
 from glm52_jax.text.json_file import read_json_object
 from glm52_jax.text.special import SpecialTokens
 from glm52_jax.text.stream import StreamDecoder
@@ -64,7 +65,7 @@ class Tokenizer:
         path = Path(folder) / TOKENIZER_FILE
         spec = read_json_object(path)
         config_path = Path(folder) / CONFIG_FILE
-        config = read_json_object(config_path) if config_path.exists() else {}
+        config = read_json_object(config_path) if is_there(config_path) else {}
         return cls(spec, config, path)
 
     @property

@@ -14,6 +14,7 @@ from rich.console import Console
 from glm52_jax.checkpoint.load import load_with_report
 from glm52_jax.config import ModelConfig, load_config
 from glm52_jax.errors import InputError
+from glm52_jax.files import is_there
 from glm52_jax.row_formats import CACHE_FORMATS
 from glm52_jax.terminal import progress_bar, screen
 from glm52_jax.text import StopStrings, Tokenizer, check_stops
@@ -102,7 +103,7 @@ class Session:
     ) -> Session:
         """Loads a folder in the published layout; the tokenizer first, since it is quick to be refused."""
         folder = Path(checkpoint)
-        if not folder.is_dir():
+        if not (is_there(folder) and folder.is_dir()):
             raise InputError(f"{checkpoint}: no such folder, expected a checkpoint in the published layout")
         console = screen(stderr=True, quiet=not hosts.first)
         config = load_config(folder)

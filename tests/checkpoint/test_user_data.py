@@ -137,7 +137,7 @@ def a_link_in_an_unfinished_one(place: Path, own: Path, half: Path) -> str:
 
 def a_link_to_nothing(place: Path, own: Path, half: Path) -> str:
     own.symlink_to(place / "gone")
-    return r"own: is a link to .*gone, where nothing is"
+    return r"own: is a link to .*gone, where there is no such file"
 
 
 def a_link_to_itself(place: Path, own: Path, half: Path) -> str:
