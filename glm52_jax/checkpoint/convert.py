@@ -21,13 +21,14 @@ from typing import Any
 
 from glm52_jax import files
 from glm52_jax.checkpoint.companions import companions, small_files
-from glm52_jax.checkpoint.manifest import HEAD, MANIFEST, Manifest, Record
+from glm52_jax.checkpoint.manifest import HEAD, MANIFEST, Manifest, Record, sentences_of
+from glm52_jax.checkpoint.orbax_view import OrbaxView
 from glm52_jax.checkpoint.settings import Settings, changes, checked, command_line, pieces, target_config, target_json
 from glm52_jax.checkpoint.sizes import short_size
 from glm52_jax.checkpoint.sources import Checkpoint, open_checkpoint
 from glm52_jax.checkpoint.store import PARAMS, Leaf, leaf_of, leaves, params_folder, store_files
 from glm52_jax.checkpoint.transform import WORKER_BYTES, Output, Piece, Tally, values
-from glm52_jax.checkpoint.value_checks import Counts, sentences
+from glm52_jax.checkpoint.value_checks import Counts
 from glm52_jax.checkpoint.work_folder import PART, Journal, WorkFolder
 from glm52_jax.checkpoint.workers import Account, Meter, Pulse, run, unwritable
 from glm52_jax.config import ModelConfig, read_json
@@ -209,11 +210,6 @@ def _carry_out(
         if finished is None and not remaining:
             finished = _finish(planned, work, done)
     return Result(account, 0, sentences_of(finished)) if finished else Result(account, remaining)
-
-
-def sentences_of(manifest: Manifest) -> tuple[str, ...]:
-    """What a user should know of the values of a converted checkpoint."""
-    return tuple(sentences({name: record.counts for name, record in manifest.tensors.items()}))
 
 
 class _Writer:
@@ -434,6 +430,9 @@ def _finish(planned: Plan, work: WorkFolder, done: Mapping[str, Any]) -> Manifes
     for path, data in texts:
         work.write(path, data)
     files.sync({path.parent for path, _ in texts})
+    differences = OrbaxView(root, planned.leaves).differences()
+    if differences:
+        raise InputError(f"{differences[0]}; so the conversion is not finished, and the same command goes on from here")
     tensors = {}
     for name, (p, output) in planned.outputs.items():
         noted = dict(done[name])

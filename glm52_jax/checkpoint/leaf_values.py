@@ -21,7 +21,7 @@ import numpy as np
 from glm52_jax.checkpoint.leaf_slices import Box, LeafForm, Range, Read, reads
 from glm52_jax.checkpoint.published import Stored
 from glm52_jax.checkpoint.safetensors_file import DTYPES, Entry
-from glm52_jax.errors import InputError
+from glm52_jax.checkpoint.value_checks import Counts, cast, not_finite, refuse_scales
 from glm52_jax.quant import dequantize_blocks
 
 SLICE_BYTES = 512 * 2**10
@@ -87,6 +87,8 @@ class ValueReader:
     def __init__(self, source: Source, block: Range | None, count: Callable[[str, int], None]):
         self.source, self.block, self.count = source, block, count
         self._threads = ThreadPoolExecutor(THREADS, "load")
+        self.counts: dict[str, Counts] = {}
+        self._lock = threading.Lock()
 
     def __enter__(self) -> ValueReader:
         return self
@@ -104,6 +106,8 @@ class ValueReader:
         row = max(self._row_bytes(form, part) for part in parts)
         todo = reads(form, [box for box, _ in targets], max(1, SLICE_BYTES // max(1, row)))
         self._each(todo, lambda read: self._take(form, parts[read.number], read, outs))
+        for name in {part.name for part in parts}:
+            self.counts.get(name, Counts()).refuse_beyond(self._place(name), outs[0].dtype)
 
     def _each(self, items: Iterator[Item], work: Callable[[Item], None]) -> None:
         """Gives items to the threads as they get free: a list of all slices of a leaf could be long."""
@@ -135,10 +139,21 @@ class ValueReader:
         place = outs[first.box][first.put]
         if len(read.shares) == 1 and first.whole and part.scale is None and place.dtype == self._dtype(part.name):
             self._pread(form, part, read.rows, place)
+            self._note(part, not_finite(place))
             return
         values = self._values(form, part, read.rows).reshape(-1, *form.view[1:])
+        values, counts = cast(values, place.dtype, finite=part.scale is not None)
+        self._note(part, counts)
         for share in read.shares:
             outs[share.box][share.put] = values[share.take]
+
+    def _note(self, part: Part, counts: Counts) -> None:
+        if counts != Counts():
+            with self._lock:
+                self.counts[part.name] = self.counts.get(part.name, Counts()) + counts
+
+    def _place(self, name: str) -> str:
+        return f"{self.source.folder / self.source.where[name]}: {name}"
 
     def _values(self, form: LeafForm, part: Part, rows: Range) -> np.ndarray:
         """Rows of a tensor `[rows, *tensor[1:]]`, codes times their scales."""
@@ -154,7 +169,8 @@ class ValueReader:
         # The rows may begin in the middle of a block, so each gets the scales of its own.
         spread = found.repeat(self.block[0], axis=0)[rows[0] - first * self.block[0] :][: len(values)]
         # Decoding by table is several times as fast as numpy's cast from float8.
-        return dequantize_blocks(_decoded(values.dtype)[values.view(np.uint8)], spread, (1, self.block[1]))
+        with np.errstate(over="ignore", invalid="ignore"):  # counted where it is cast
+            return dequantize_blocks(_decoded(values.dtype)[values.view(np.uint8)], spread, (1, self.block[1]))
 
     def _pread(self, form: LeafForm, part: Part, rows: Range, out: np.ndarray) -> None:
         """Fills `out`, which is contiguous, with rows of a tensor."""
@@ -162,12 +178,7 @@ class ValueReader:
         data = out.reshape(-1).view(np.uint8)
         self.source.pread(part.name, (part.first + rows[0]) * self._row_bytes(form, part), data.data)
         if part.is_scale:
-            wrong = ~(out >= 0) | np.isinf(out)  # in this form NaN is wrong too
-            if wrong.any():
-                raise InputError(
-                    f"{self.source.folder / self.source.where[part.name]}: {part.name} holds {out[wrong][0]}, expected "
-                    "finite scales of at least 0"
-                )
+            refuse_scales(out, self._place(part.name))
         self.count(part.name, data.size)
 
     def _row_bytes(self, form: LeafForm, part: Part) -> int:

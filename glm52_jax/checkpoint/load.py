@@ -24,6 +24,7 @@ from glm52_jax.checkpoint.leaf_values import ValueReader, scales, weight
 from glm52_jax.checkpoint.published import Contents, PublishedCheckpoint, Stored
 from glm52_jax.checkpoint.safetensors_file import DTYPES
 from glm52_jax.checkpoint.sources import open_checkpoint
+from glm52_jax.checkpoint.value_checks import sentences
 from glm52_jax.config import ModelConfig
 from glm52_jax.errors import InputError
 from glm52_jax.params import build
@@ -94,7 +95,8 @@ def load_params(
     Raises:
         InputError: a file or tensor is missing, extra, cut short, or of another shape or type, a layout has another
             number of devices than there are or rules that no step computes right, or a sharding does not fit its
-            parameter, all before device work; or a scale is no number, when it is read.
+            parameter, all before device work; or, when it is read, a scale is no finite number of at least 0, or a
+            value is beyond what `dtype` holds.
     """
     return load_with_report(path, config, dtype=dtype, fp8=fp8, layout=layout, shardings=shardings)[0]
 
@@ -129,7 +131,8 @@ def load_with_report(
     quantization = contents.config.quantization
     with ValueReader(checkpoint, quantization.block if quantization else None, meter.count) as reader:
         leaves = {plan.param.path: _leaf(plan, reader, meter) for plan in plans if plan.stored}
-    notes = (*contents.notes, *_rounded(checkpoint, contents, kind), *(plan.note for plan in plans if plan.note))
+    rounded = _rounded(checkpoint, contents, kind)
+    notes = (*contents.notes, *rounded, *(plan.note for plan in plans if plan.note), *sentences(reader.counts))
     report = LoadReport(meter.tensors, meter.total, contents.ignored, notes)
     return build(contents.config, lambda param: leaves.get(param.path)), report
 

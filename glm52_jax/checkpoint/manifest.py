@@ -12,7 +12,7 @@ from typing import Any
 
 from glm52_jax.checkpoint.safetensors_file import DTYPES, tensor_bytes
 from glm52_jax.checkpoint.store import STORED_TYPES
-from glm52_jax.checkpoint.value_checks import Counts
+from glm52_jax.checkpoint.value_checks import Counts, sentences
 from glm52_jax.config import read_json
 from glm52_jax.config_json import shown
 from glm52_jax.errors import InputError
@@ -111,6 +111,11 @@ class Manifest:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InputError(f"{path}: is not as a conversion writes it ({error!r})") from None
+
+
+def sentences_of(manifest: Manifest) -> tuple[str, ...]:
+    """What a user should know of the values of a converted checkpoint."""
+    return tuple(sentences({name: record.counts for name, record in manifest.tensors.items()}))
 
 
 def _record(fields: dict[str, Any]) -> Record:

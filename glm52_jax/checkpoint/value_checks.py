@@ -99,6 +99,8 @@ def cast(values: np.ndarray, dtype: np.dtype, *, finite: bool = False) -> tuple[
         beyond = int(np.count_nonzero(lost))
         most = float(np.abs(values[lost].astype(np.float64)).max()) if beyond else 0.0
         counts = dataclasses.replace(counts, infinite=counts.infinite - beyond, beyond=beyond, most=most)
+    if values.dtype == dtype:
+        return made, counts
     if ml_dtypes.finfo(dtype).smallest_subnormal > ml_dtypes.finfo(values.dtype).smallest_subnormal:
         counts = dataclasses.replace(counts, zeroed=_zeros(made) - _zeros(values))
     return made, counts

@@ -15,11 +15,15 @@ from pathlib import Path
 import numpy as np
 
 from glm52_jax.checkpoint.converted import ConvertedCheckpoint
+from glm52_jax.checkpoint.manifest import sentences_of
+from glm52_jax.checkpoint.orbax_view import OrbaxView
 from glm52_jax.checkpoint.published import Contents
 from glm52_jax.checkpoint.safetensors_file import DTYPES
 from glm52_jax.checkpoint.settings import changes
 from glm52_jax.checkpoint.sources import Checkpoint
-from glm52_jax.checkpoint.transform import Output, Piece, piece, values
+from glm52_jax.checkpoint.store import params_folder
+from glm52_jax.checkpoint.transform import Output, Piece, Tally, piece, values
+from glm52_jax.checkpoint.value_checks import Counts, sentences
 from glm52_jax.checkpoint.workers import Account, Meter, Pulse, run
 from glm52_jax.config import ModelConfig
 
@@ -86,9 +90,32 @@ def verify(
         work.append(piece(source, expected, stored.tensor, entry.dtype, block))
     differences += [f"{name} is not in {source.folder}" for name in found.tensors if name not in expected.tensors]
     notes = [f"source: {note}" for note in expected.notes] + [f"target: {note}" for note in found.notes]
+    if isinstance(target, ConvertedCheckpoint):
+        notes += [f"target: {note}" for note in sentences_of(target.manifest)] if quick else []
     report = Report(sum(len(p.outputs) for p in work), sum(p.bytes for p in work), differences, changes(work), notes)
+    view = None
     if isinstance(target, ConvertedCheckpoint):
         report.differences += _total_differences(target, work)
+        view = OrbaxView(params_folder(target.folder), target.leaves)  # works while values are compared
+    try:
+        _compare_values(report, target, source, found, work, quick, jobs, meter)
+        report.differences += view.differences() if view else []
+    finally:
+        if view:
+            view.end()
+    return report
+
+
+def _compare_values(
+    report: Report,
+    target: Checkpoint,
+    source: Checkpoint,
+    found: Contents,
+    work: Sequence[Piece],
+    quick: bool,
+    jobs: int,
+    meter: Callable[[int, int], Meter] | None,
+) -> None:
     if not quick:
         comparison = _Comparison(target, source, found)
         units = _units(work)
@@ -100,7 +127,7 @@ def verify(
             meter=meter(report.bytes, 0) if meter else None,
         )
         report.differences += [comparison.found[name] for name in sorted(comparison.found)]
-    return report
+        report.notes += sentences(comparison.counts)
 
 
 class _Comparison:
@@ -109,21 +136,24 @@ class _Comparison:
     def __init__(self, target: Checkpoint, source: Checkpoint, contents: Contents):
         self.target, self.source, self.contents = target, source, contents
         self.found: dict[str, str] = {}
+        self.counts: dict[str, Counts] = {}
         self.lock = threading.Lock()
 
     def unit(self, unit: Sequence[Piece], pulse: Pulse) -> None:
         for p in unit:
-            difference = self._piece(p, pulse)
+            tally = Tally()
+            difference = self._piece(p, pulse, tally)
             with self.lock:
                 self.found |= difference
+                self.counts |= {output.name: tally.of(number) for number, output in enumerate(p.outputs)}
 
-    def _piece(self, p: Piece, pulse: Pulse) -> dict[str, str]:
+    def _piece(self, p: Piece, pulse: Pulse, tally: Tally) -> dict[str, str]:
         stored = self.contents.tensors[p.name]
         names = [stored.name, stored.scale]
         offsets, crcs = [_start(self.target, self.contents, p), 0], [0, 0]
         done = [0, 0]
         different: dict[str, str] = {}
-        for number, part in values(self.source, p):
+        for number, part in values(self.source, p, tally):
             name, output = names[number], p.outputs[number]
             assert name is not None
             here = memoryview(bytearray(len(part)))

@@ -7,15 +7,30 @@ from typing import Any
 
 import pytest
 
+from glm52_jax.checkpoint import convert, verify
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.config import ModelConfig
 from tests.checkpoint.builders import FP8, Folder, random_params, small_config
+from tests.checkpoint.conversions import NoOrbax
 
 
 @pytest.fixture(autouse=True)
 def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is flushed matters when the power fails, not to these tests; processes that they start do flush."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+@pytest.fixture
+def orbax() -> None:
+    """A test that asks for it has Orbax read what is converted."""
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_orbax(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere it does not, in this process and in this folder's tests."""
+    if "orbax" not in request.fixturenames:
+        for module in (convert, verify):
+            monkeypatch.setattr(module, "OrbaxView", NoOrbax)
 
 
 @pytest.fixture(scope="session")

@@ -36,6 +36,8 @@ OPTIONS = ("--unit-size", "20kB", "--chunk-size", "8192")
 CHILD = """
 import sys
 from glm52_jax.checkpoint import commands, convert
+from tests.checkpoint.conversions import NoOrbax
+convert.OrbaxView = NoOrbax
 run = convert.run
 def begin(*arguments, **keywords):
     print("begin", flush=True)
