@@ -24,6 +24,7 @@ from glm52_jax.config_json import (
 from glm52_jax.errors import InputError
 from glm52_jax.files import is_there, refuse_dead_links
 from glm52_jax.released import GENERATION, RELEASED
+from glm52_jax.unfinished import refuse_unfinished
 
 __all__ = [
     "BUILT_IN",
@@ -184,8 +185,6 @@ class ModelConfig:
             InputError: as `from_dict`; the folder is that of a conversion or an export which is not finished; or a link
                 in it leads nowhere, where the name is that of a config, a tokenizer or a template.
         """
-        from glm52_jax.checkpoint.work_folder import refuse_unfinished
-
         folder = Path(folder)
         refuse_unfinished(folder)
         refuse_dead_links(folder, _SUFFIXES)

@@ -13,15 +13,15 @@ from pathlib import Path
 import numpy as np
 
 from glm52_jax.checkpoint.last_file import LastFile
-from glm52_jax.checkpoint.manifest import MANIFEST, Manifest
+from glm52_jax.checkpoint.manifest import Manifest
 from glm52_jax.checkpoint.published import PublishedCheckpoint
 from glm52_jax.checkpoint.safetensors_file import DTYPES, Entry, mapped
 from glm52_jax.checkpoint.store import CHUNK_BYTES, PARAMS, Leaf, leaf_of, leaves, params_folder
-from glm52_jax.checkpoint.work_folder import WorkFolder
 from glm52_jax.config import ModelConfig, read_json
 from glm52_jax.errors import InputError
 from glm52_jax.files import dead_link, is_there
 from glm52_jax.spec import Tensor
+from glm52_jax.unfinished import MANIFEST, not_finished
 
 
 def is_converted(folder: Path) -> bool:
@@ -48,7 +48,7 @@ class ConvertedCheckpoint(PublishedCheckpoint):
         self.folder = Path(folder)
         self.name = str(folder)
         if not is_there(self.folder / MANIFEST):
-            raise WorkFolder(self.folder).refuse()
+            raise not_finished(self.folder)
         self.manifest = Manifest.read(self.folder)
         self.leaves = leaves(
             {name: (record.dtype, record.shape) for name, record in self.manifest.tensors.items()},

@@ -16,8 +16,8 @@ from glm52_jax.checkpoint.value_checks import Counts, sentences
 from glm52_jax.config import read_json
 from glm52_jax.config_json import shown
 from glm52_jax.errors import InputError
+from glm52_jax.unfinished import MANIFEST
 
-MANIFEST = "manifest.json"
 _FORMAT, _VERSION = "glm52-orbax", 1
 HEAD = json.dumps({"format": _FORMAT}, indent=1)[:-2].encode()
 """How the file begins."""

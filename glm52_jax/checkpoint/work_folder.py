@@ -12,21 +12,17 @@ import json
 import os
 import re
 import secrets
-import stat
 import time
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from glm52_jax import files
-from glm52_jax.checkpoint.manifest import MANIFEST
 from glm52_jax.config_json import shown
 from glm52_jax.errors import InputError
+from glm52_jax.unfinished import COMMAND, FORMAT, SETTINGS, UNFINISHED, settings_of
 
-UNFINISHED = "unfinished"
-_SETTINGS, _COMMAND = "settings.json", "command"
-_FORMAT = "glm52-unfinished"
-_HEAD = json.dumps({"format": _FORMAT}, indent=1)[:-2].encode()
+_HEAD = json.dumps({"format": FORMAT}, indent=1)[:-2].encode()
 """How `settings.json` begins."""
 _OWN = re.compile(
     r"settings\.json|(process-[0-9]+-of-[0-9]+|export|finish)\.lock|"
@@ -50,7 +46,7 @@ class WorkFolder:
 
     @property
     def exists(self) -> bool:
-        return self._settings() is not None
+        return settings_of(self.destination) is not None
 
     def refuse_others(
         self, expected: str, settings: dict[str, Any], contents: Callable[[], Mapping[str, bytes | None]]
@@ -72,7 +68,7 @@ class WorkFolder:
         if not folder.is_dir():
             raise InputError(f"{folder}: is a file, expected a folder to write to")
         self._refuse_foreign(expected)
-        begun, known = self._settings(), None
+        begun, known = settings_of(self.destination), None
         if begun is not None:
             self._refuse_other_settings(begun, settings)
         for entry in _entries(folder):
@@ -96,7 +92,7 @@ class WorkFolder:
             InputError: the work was begun with other settings.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        begun = self._begun(json.dumps({"format": _FORMAT, _COMMAND: command} | settings, indent=1).encode())
+        begun = self._begun(json.dumps({"format": FORMAT, COMMAND: command} | settings, indent=1).encode())
         self._refuse_other_settings(begun, settings)
 
     def _refuse_other_settings(self, begun: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -104,26 +100,20 @@ class WorkFolder:
             if begun.get(name) != value:
                 raise InputError(
                     f"{self.destination}: was begun with {name} {shown(begun.get(name))}, and now it is "
-                    f"{shown(value)}; finish it with `{begun.get(_COMMAND)}`, or remove the folder to begin anew"
+                    f"{shown(value)}; finish it with `{begun.get(COMMAND)}`, or remove the folder to begin anew"
                 )
 
     def _begun(self, text: bytes) -> dict[str, Any]:
         """The settings that the work was begun with: these, unless a process was first."""
-        path, deadline = self.path / _SETTINGS, time.monotonic() + _WAIT
+        path, deadline = self.path / SETTINGS, time.monotonic() + _WAIT
         if not self.exists:
             files.create_once(path, text)
-        while (begun := self._settings()) is None:
+        while (begun := settings_of(self.destination)) is None:
             if time.monotonic() > deadline:  # who began to write them is gone
                 with files.whole_file(path) as file:
                     file.write(text)
             time.sleep(0.05)
         return begun
-
-    def refuse(self) -> InputError:
-        """What a reader says of a destination that is not finished."""
-        begun = self._settings()
-        command = f"`{begun.get(_COMMAND)}`" if begun else "the command that began it"
-        return InputError(f"{self.destination}: is not finished; {command} goes on where it was stopped")
 
     def done(self) -> dict[str, Any]:
         """Names of everything finished by any process, with what is noted of each."""
@@ -174,21 +164,11 @@ class WorkFolder:
         """After the destination is finished. What says that it is not goes last, and what is not ours stays."""
         if self.exists:
             for entry in _entries(self.path):
-                if (_OWN.fullmatch(entry.name) or _BEGUN.fullmatch(entry.name)) and entry.name != _SETTINGS:
+                if (_OWN.fullmatch(entry.name) or _BEGUN.fullmatch(entry.name)) and entry.name != SETTINGS:
                     (self.path / entry.name).unlink(missing_ok=True)
-            (self.path / _SETTINGS).unlink(missing_ok=True)
+            (self.path / SETTINGS).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # not empty, or not there
             self.path.rmdir()
-
-    def _settings(self) -> dict[str, Any] | None:
-        """The settings of a work that is ours; None where there is none, or they are not all there."""
-        try:
-            if self.path.is_symlink() or not stat.S_ISREG((self.path / _SETTINGS).lstat().st_mode):
-                return None
-            found = json.loads((self.path / _SETTINGS).read_bytes())
-        except (OSError, ValueError, RecursionError):
-            return None
-        return found if isinstance(found, dict) and found.get("format") == _FORMAT else None
 
     def _refuse_foreign(self, expected: str) -> None:
         """Refuses a folder `unfinished` that holds, or is, what this module does not write."""
@@ -206,21 +186,10 @@ class WorkFolder:
 
     def _is_own(self, name: str, begun: bool) -> bool:
         """Whether a file is one of ours; before there are settings, only the beginning of them is."""
-        if _BEGUN.fullmatch(name) or (name == _SETTINGS and not begun):
+        if _BEGUN.fullmatch(name) or (name == SETTINGS and not begun):
             with (self.path / name).open("rb") as file:
                 return file.read(len(_HEAD)) in (_HEAD, _HEAD[: os.fstat(file.fileno()).st_size])
         return begun and _OWN.fullmatch(name) is not None
-
-
-def refuse_unfinished(folder: Path) -> None:
-    """Refuses a folder that a conversion or an export has begun to write.
-
-    Raises:
-        InputError: with the command that goes on.
-    """
-    work = WorkFolder(folder)
-    if work.exists and not files.is_there(folder / MANIFEST):
-        raise work.refuse()
 
 
 class Journal:

@@ -14,13 +14,12 @@ import pytest
 from click.testing import CliRunner
 
 from glm52_jax.checkpoint import commands, convert
-from glm52_jax.checkpoint.manifest import MANIFEST
 from glm52_jax.checkpoint.settings import Settings
 from glm52_jax.checkpoint.sources import open_checkpoint
 from glm52_jax.checkpoint.store import CHUNK_BYTES
-from glm52_jax.checkpoint.work_folder import UNFINISHED
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.errors import InputError
+from glm52_jax.unfinished import MANIFEST, UNFINISHED
 from tests.checkpoint.builders import FP8, random_params, small_config
 from tests.checkpoint.conversions import contents, run_convert, run_export, tensors
 

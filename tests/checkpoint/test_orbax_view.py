@@ -12,9 +12,9 @@ from click.testing import CliRunner
 
 from glm52_jax.checkpoint import commands, convert, store
 from glm52_jax.checkpoint.converted import ConvertedCheckpoint
-from glm52_jax.checkpoint.manifest import MANIFEST
 from glm52_jax.checkpoint.orbax_view import OrbaxView
 from glm52_jax.errors import InputError
+from glm52_jax.unfinished import MANIFEST
 from tests.checkpoint.builders import Folder
 from tests.checkpoint.conversions import NoOrbax, run_convert
 

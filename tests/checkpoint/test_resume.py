@@ -19,14 +19,13 @@ from glm52_jax import load_params
 from glm52_jax.checkpoint import convert, workers
 from glm52_jax.checkpoint.export import export
 from glm52_jax.checkpoint.export import plan as plan_export
-from glm52_jax.checkpoint.manifest import MANIFEST
 from glm52_jax.checkpoint.settings import Settings
 from glm52_jax.checkpoint.sources import open_checkpoint
 from glm52_jax.checkpoint.store import CHUNK_BYTES
 from glm52_jax.checkpoint.verify import verify
-from glm52_jax.checkpoint.work_folder import UNFINISHED
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.errors import InputError
+from glm52_jax.unfinished import MANIFEST, UNFINISHED
 from tests.checkpoint.builders import FP8, Folder, random_params, small_config
 from tests.checkpoint.conversions import contents, run_convert
 

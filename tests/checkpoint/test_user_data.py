@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from glm52_jax.checkpoint import convert, export
-from glm52_jax.checkpoint.manifest import MANIFEST
-from glm52_jax.checkpoint.work_folder import UNFINISHED
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.config import ModelConfig
 from glm52_jax.errors import InputError
 from glm52_jax.text import write_byte_tokenizer
+from glm52_jax.unfinished import MANIFEST, UNFINISHED
 from infer.selftest.report import Report, checked_path
 from tests.checkpoint.builders import Folder
 from tests.checkpoint.conversions import contents, run_convert, run_export
