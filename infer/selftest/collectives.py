@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from infer.selftest.checks import Check, Found, Skip, Wrong
 from infer.selftest.machine import Machine
 from sharding import collectives as ours
+from sharding.chips import Chip
 from sharding.layout import AXES, DATA, Layout
 from sharding.ragged import Group, exchange, resolve_transport, round_windows
 
@@ -238,7 +239,23 @@ def _rate(machine: Machine, axis: str, sent: float, seconds: float) -> Found:
     figure = f"right; {sent / 1e6:.2f} MB sent a device in {seconds * 1e6:,.0f} us, {rate / 1e9:.2f} GB/s"
     if chip is None:
         return Found(figure, values)
-    across = axis == DATA and machine.layout.slices > 1
-    stated = chip.dcn_bytes_per_s if across else chip.ici_bytes_per_s
-    what = f"DCN of {chip.name}" if across else f"ICI of {chip.name} over all links"
+    stated, what = _stated(machine, chip, axis)
+    if not stated:
+        return Found(f"{figure} ({what})", values)
     return Found(f"{figure} ({what}: {stated / 1e9:.0f})", values | {"stated bytes per second": stated})
+
+
+def _stated(machine: Machine, chip: Chip, axis: str) -> tuple[float, str]:
+    """Bytes a second that a device can send along an axis by the chip's figures, 0 where no link is taken; in words."""
+    if axis == DATA and machine.layout.slices > 1:
+        return chip.dcn_bytes_per_s, f"DCN of {chip.name}"
+    topology = machine.topology
+    if topology is None:
+        return chip.ici_bytes_per_s, f"ICI of {chip.name} over all links"
+    sizes = [machine.mesh.shape[name] // (machine.layout.slices if name == DATA else 1) for name in AXES]
+    numbers = np.arange(topology.devices_per_slice).reshape(sizes)
+    groups = np.moveaxis(numbers, AXES.index(axis), -1).reshape(-1, sizes[AXES.index(axis)])
+    route = topology.torus(machine.mesh).route(groups.tolist())
+    if route.chips == 1:
+        return 0.0, "on one chip, over no link"
+    return route.all_links * chip.link_bytes_per_s, f"ICI of {chip.name}, {route.words}"

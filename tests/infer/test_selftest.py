@@ -18,7 +18,7 @@ from rich.console import Console
 from glm52_jax.kernels.topk.api import topk_mask
 from infer.selftest import command, report
 from infer.selftest.checks import FAIL, PASS, SKIP, Check, Found, Once, Wrong, run_check, run_sections
-from infer.selftest.collectives import OPERATIONS, collectives
+from infer.selftest.collectives import OPERATIONS, _stated, collectives
 from infer.selftest.environment import environment
 from infer.selftest.kernel_cases import CASES
 from infer.selftest.kernels import check_kernel, largest_difference, operations
@@ -274,6 +274,27 @@ def test_slices_are_recognised(kind: str, extent: tuple[int, ...], cores: int, n
     layout = Layout(expert=len(places))
     made = Machine(layout, Mesh([Device(kind, place) for place in places], layout))
     assert (made.topology.name if made.topology else None) == name
+
+
+@pytest.mark.parametrize(
+    ("kind", "extent", "cores", "layout", "axis", "stated"),
+    [
+        ("TPU v5p", (4, 4, 4), 1, Layout(expert=16, tensor=4), "tensor", 200e9),
+        ("TPU v5p", (4, 4, 4), 1, Layout(expert=16, tensor=4), "expert", 400e9),
+        ("TPU v5p", (2, 2, 2), 1, Layout(expert=4, tensor=2), "tensor", 100e9),
+        ("TPU v5 lite", (4, 4, 1), 1, Layout(expert=4, tensor=4), "expert", 50e9),
+        ("TPU7x", (2, 2, 1), 2, Layout(expert=4, tensor=2), "tensor", 0.0),
+        ("TPU7x", (2, 2, 1), 2, Layout(expert=4, tensor=2), "expert", 100e9),
+        ("TPU v5", (2, 2, 3), 1, Layout(expert=12), "expert", 600e9),
+    ],
+)
+def test_rates_are_held_against_the_links_that_an_axis_has(
+    kind: str, extent: tuple[int, ...], cores: int, layout: Layout, axis: str, stated: float
+) -> None:
+    places = [place for place in np.ndindex(*extent) for _ in range(cores)]
+    made = Machine(layout, Mesh([Device(kind, place) for place in places], layout))
+    assert made.chip is not None
+    assert _stated(made, made.chip, axis)[0] == stated
 
 
 def test_real_widths_are_as_large_as_the_memory_allows() -> None:
