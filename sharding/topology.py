@@ -23,6 +23,7 @@ from sharding.errors import InputError
 from sharding.layout import SINGLE, Layout
 from sharding.links import Torus
 
+_MOST_DEVICES = 2**16  # holds three of the largest slices, the most that the vendor joins
 _NAME = re.compile(r"(?:(\d+)x)?([a-z]\w*):(\d+(?:x\d+)*)")
 
 
@@ -61,7 +62,12 @@ class Topology:
         if shape not in chips.slice_shapes(chip.name):
             near = _name(chip.name, _nearest_shape(chip.name, shape), slices)
             raise InputError(f"topology {text!r}: no slice of {chip.name} is {_cross(shape)}, the nearest is {near}")
-        return cls(chip, shape, slices)
+        found = cls(chip, shape, slices)
+        if found.device_count > _MOST_DEVICES:
+            raise InputError(
+                f"topology {text!r} has {found.device_count:,} devices, expected at most {_MOST_DEVICES:,}"
+            )
+        return found
 
     @property
     def name(self) -> str:

@@ -47,7 +47,12 @@ def largest_context(asked: Request, make: Callable[[Request], Plan]) -> Fit:
     """The largest context for the batch of a request, up to the model's."""
     unit = min(_PAGE * asked.layout.parts("kv_pages"), asked.config.max_position_embeddings)
     most = asked.config.max_position_embeddings // unit
-    return _largest(asked, unit, most, lambda units: dataclasses.replace(asked, context=units * unit), make)
+
+    def sized(units: int) -> Request:
+        # A prefill step takes no more tokens of a sequence than there is room for.
+        return dataclasses.replace(asked, context=units * unit, chunk=min(asked.chunk, units * unit))
+
+    return _largest(asked, unit, most, sized, make)
 
 
 def _largest(

@@ -6,6 +6,7 @@ None of them is a prediction: each takes peak rates, and nothing else that takes
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from infer.plan.request import Request
@@ -95,9 +96,10 @@ def _networks(rows: list[dict[str, Any]], chip: Chip) -> list[Floor]:
         # Where no torus is known, all links are one dimension.
         used = [(row["links_along"] or {"": chip.ici_links}, row["seconds"]) for row in ici]
         along = seconds_by_dimension(used)
-        busiest = max(along, key=lambda dimension: along[dimension])
-        own = [row for row, (links, _) in zip(ici, used, strict=True) if busiest in links]
-        found.append(Floor("ICI", along[busiest], _sent_along(busiest, own, chip)))
+        most = max(along.values())
+        busiest = [dimension for dimension, seconds in sorted(along.items()) if math.isclose(seconds, most)]
+        own = [row for row, (links, _) in zip(ici, used, strict=True) if busiest[0] in links]
+        found.append(Floor("ICI", most, _sent_along(", ".join(busiest), own, chip)))
     if dcn:
         size = sum(row["link_bytes"] for row in dcn)
         of = f"{size / 1e9:.3g} GB at {chip.dcn_bytes_per_s / 1e9:.3g} GB/s"

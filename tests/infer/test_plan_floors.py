@@ -70,6 +70,8 @@ def test_the_links_of_a_placement_bound_what_is_sent(found: list[Collective], mi
 def test_the_floor_says_axes_links_and_dimension() -> None:
     made = floors(asked(), program(sent("tensor", RING_Z, 810e6), sent("expert", PLANE, 54e6)))
     assert made[0].of == "along z: 0.81 GB over tensor on 2 links, 100 GB/s each"
+    (ici,) = [floor for floor in floors(asked(), program(sent("expert", PLANE, 54e6))) if floor.resource == "ICI"]
+    assert ici.of == "along x, y: 0.054 GB over expert on 4 links, 100 GB/s each"
 
 
 def test_the_table_has_collectives_of_one_axis_and_placement_together() -> None:

@@ -45,6 +45,7 @@ def test_names(name, devices, slices, hosts):
         ("4x4x4", "v5p:4x4x4"),
         ("v5p", "v5p:"),
         ("0xv5e:2x2", "at least 1"),
+        ("1000000xv5p:4x4x4", "64,000,000 devices, expected at most 65,536"),
     ],
 )
 def test_wrong_names_come_with_the_nearest(name, suggestion):
