@@ -10,19 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from glm52_jax.config_json import (
-    DENSE,
-    FULL,
-    SHARED,
-    SPARSE,
-    QuantizationConfig,
-    read_config,
-    read_json,
-    write_config,
-    write_generation,
-)
+from glm52_jax.config_json import DENSE, FULL, SHARED, SPARSE, read_config, write_config
 from glm52_jax.errors import InputError
 from glm52_jax.files import is_there, refuse_dead_links
+from glm52_jax.generation_json import write_generation
+from glm52_jax.json_fields import read_json
+from glm52_jax.quantization_config import QuantizationConfig
 from glm52_jax.released import GENERATION, RELEASED
 from glm52_jax.unfinished import refuse_unfinished
 
@@ -75,7 +68,10 @@ class ModelConfig:
         dtype: stored type of the plain weights: "bfloat16", "float16" or "float32".
         quantization: FP8 block quantisation, or None.
         initializer_range: standard deviation for random weights.
-        temperature, top_p: defaults of `generation_config.json`; 1.0 where it has none.
+        temperature, top_p, top_k: defaults of `generation_config.json`; 1.0 and, for all tokens, 0 where it has none.
+            Where it says that the most likely token is taken, temperature is 0.
+        notes: sentences a user should read: fields that differ from each other, or that are not applied. No part of
+            what the model is, so not compared.
     """
 
     vocab_size: int
@@ -117,6 +113,8 @@ class ModelConfig:
     initializer_range: float = 0.02
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int = 0
+    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         _check(self)

@@ -15,9 +15,11 @@ import numpy as np
 
 from glm52_jax.config import ModelConfig
 from glm52_jax.errors import InputError
+from glm52_jax.kernels import resolve_backend
 from glm52_jax.placement import param_specs
 from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
 from glm52_jax.user_values import seed_number, token_row, whole_number
+from infer.finite import check_choosing, refuse_marked
 from infer.sampling import Sampling
 from infer.speculative import MAX_DRAFT_TOKENS
 from infer.steps import StepProvider
@@ -68,6 +70,7 @@ def generate(
     seed: int | Sequence[int] = 0,
     *,
     top_p: float = 1.0,
+    top_k: int = 0,
     stop_ids: Sequence[int] | None = None,
     chunk: int = CHUNK,
     backend: str | None = None,
@@ -83,8 +86,9 @@ def generate(
         temperature: 0 takes the most likely token.
         draft_tokens: drafts a step by the MTP layer, 0 to 7. The greedy result is the same for any number, the
             distribution of a sampled one too.
-        seed: prompt i is sampled with `seed + i`, or with `seed[i]`, whatever its neighbours.
+        seed: `prompts[i]` is sampled with `seed + i`, or with `seed[i]`, whatever its neighbours.
         top_p: the nucleus that is sampled from.
+        top_k: how many of the most likely tokens are sampled from; all of them when 0.
         stop_ids: ids that end a text; the config's when None, none when empty.
         chunk: tokens of each prompt in a prefill step.
         backend: backend of the kernels; the best for the platform when None.
@@ -96,7 +100,9 @@ def generate(
 
     Raises:
         InputError: an empty prompt, a token that the vocabulary has not, more tokens than the model has positions for,
-            drafts without an MTP layer, a layout that does not divide the model or whose rules no step computes right.
+            drafts without an MTP layer, a layout that does not divide the model or whose rules no step computes right, all
+            before any work; or the model's output is NaN or infinite, and from which position on. The first prompt is
+            prompt 1 in what it says.
     """
     generation = Generation(
         params,
@@ -105,6 +111,7 @@ def generate(
         max_new_tokens,
         temperature=temperature,
         top_p=top_p,
+        top_k=top_k,
         draft_tokens=draft_tokens,
         seed=seed,
         stop_ids=stop_ids,
@@ -122,7 +129,11 @@ def generate(
 class Generation:
     """One run over a batch of prompts: iterate for `(row, new tokens)`; arguments as in `generate`.
 
+    All of a request is checked here, and nothing of it needs a weight: `params` may be shapes (`abstract_params`) until
+    the first token is asked for.
+
     Attributes:
+        params: to be replaced by the weights before the first token, where shapes were given.
         figures: grow while it runs.
         reasons: why each row ended, "stop" or "length"; None while it runs.
     """
@@ -136,6 +147,7 @@ class Generation:
         *,
         temperature: float = 0.0,
         top_p: float = 1.0,
+        top_k: int = 0,
         draft_tokens: int = 0,
         seed: int | Sequence[int] = 0,
         stop_ids: Sequence[int] | None = None,
@@ -153,7 +165,7 @@ class Generation:
         param_specs(params, config, layout)  # says what the layout cannot divide
         # Rows of nothing but padding make the batch a multiple of the devices that share it.
         self._rows = -(-len(self.prompts) // layout.parts("batch")) * layout.parts("batch")
-        sampling = Sampling.of(self._rows, temperature, top_p, seeds + [0] * (self._rows - len(self.prompts)))
+        sampling = Sampling.of(self._rows, temperature, top_p, seeds + [0] * (self._rows - len(self.prompts)), top_k)
         self.sampling = sampling if temperature > 0 else None
         self.stop_ids = frozenset(config.eos_token_ids) if stop_ids is None else _checked_stop_ids(stop_ids)
         self.provider = StepProvider.of(
@@ -169,6 +181,8 @@ class Generation:
             layout=layout,
             mesh=layout.mesh() if layout.devices > 1 else None,
         )
+        resolve_backend(backend, self.provider.platform, self.provider.kind)
+        self.provider.state_shapes()
         self.figures = Figures(accepted=[0] * draft_tokens)
         self.reasons: list[str | None] = [None] * len(self.prompts)
         self._made = [0] * len(self.prompts)
@@ -178,6 +192,7 @@ class Generation:
         if not len(self.prompts) or not self.max_new_tokens:
             self.reasons = [LENGTH] * len(self.prompts)
             return
+        check_choosing(self.params)
         state = self.provider.state()
         state, first = self._prefill(state)
         yield from self._emit(first[:, None], np.zeros(self._rows, np.int64))
@@ -212,7 +227,10 @@ class Generation:
             start = time.perf_counter()
             chunk_of = padded[:, columns], positions, padded[:, columns + 1]
             state, token = step(self.params, state, *self.provider.placed("_prefill", *chunk_of, last, self.sampling))
-            first = np.where(last >= 0, np.asarray(token), first)
+            token = np.asarray(token)
+            for row, prompt in enumerate(self.prompts):
+                refuse_marked(row, int(token[row]), len(prompt))
+            first = np.where(last >= 0, token, first)
             self._count_prefill(time.perf_counter() - start, int((positions >= 0).sum()))
         return state, first
 
@@ -223,6 +241,7 @@ class Generation:
                 continue
             new = []
             for token in tokens[row, : accepted[row] + 1].tolist():
+                refuse_marked(row, token, len(self.prompts[row]))
                 if token in self.stop_ids:
                     self.reasons[row] = STOP
                     break
@@ -287,12 +306,12 @@ def _checked_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], max_
         raise InputError("prompts is an array of another shape, expected a list of token ids for each prompt")
     if any(isinstance(p, str | bytes) or not hasattr(p, "__len__") for p in prompts):
         raise InputError("prompts holds text or single numbers, expected a list of token ids for each prompt")
-    checked = [token_row(prompt, config.vocab_size, f"prompt {row}") for row, prompt in enumerate(prompts)]
+    checked = [token_row(prompt, config.vocab_size, f"prompt {row + 1}") for row, prompt in enumerate(prompts)]
     for row, prompt in enumerate(checked):
         if len(prompt) + max_new_tokens > config.max_position_embeddings:
             raise InputError(
-                f"prompt {row} has {len(prompt)} tokens and max_new_tokens is {max_new_tokens}, together more than the "
-                f"{config.max_position_embeddings} positions of the model (max_position_embeddings)"
+                f"prompt {row + 1} has {len(prompt)} tokens and max_new_tokens is {max_new_tokens}, together more than "
+                f"the {config.max_position_embeddings} positions of the model (max_position_embeddings)"
             )
     return checked
 

@@ -19,6 +19,7 @@ from glm52_jax import mtp
 from glm52_jax.block import Forms
 from glm52_jax.cache import Cache
 from glm52_jax.config import ModelConfig
+from infer.finite import finite, marked
 from infer.sampling import ACCEPT, DRAFT, SAMPLE, Sampling, draw, probabilities, uniform
 
 MAX_DRAFT_TOKENS = 7
@@ -55,19 +56,20 @@ def draft(
     count: int,
     sampling: Sampling | None,
     forms: Forms,
-) -> tuple[jax.Array, jax.Array | None, Cache]:
+) -> tuple[jax.Array, jax.Array | None, jax.Array, Cache]:
     """A chain of `count` drafts a sequence.
 
     Returns:
         Drafts int32 `[batch, count]`, the distributions they were drawn from `[batch, count, vocab]` (None when
-        greedy), and the cache with the MTP layer's rows of the window.
+        greedy), whether all logits of a sequence's drafts were finite (bool `[batch]`), and the cache with the MTP
+        layer's rows of the window.
     """
     hidden, cache, selection = mtp.advance(params, config, window.hidden, window.tokens, window.positions, cache, forms)
     last = jnp.maximum(jnp.sum(window.positions >= 0, axis=1) - 1, 0)
     state = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
     position = jnp.take_along_axis(window.positions, last[:, None], axis=1)
     shared = selection.rows(last) if config.index_share_for_mtp_iteration else None
-    drafts, distributions = [], []
+    drafts, distributions, whole = [], [], []
     for step in range(count):
         if step:
             position = jnp.where(position >= 0, position + 1, -1)
@@ -75,13 +77,15 @@ def draft(
                 params, config, state, drafts[-1][:, None], position, cache, forms, selection=shared
             )
         logits = mtp.logits(params, state[:, 0], forms.layout)
+        whole.append(finite(logits))
         if sampling is None:
             drafts.append(jnp.argmax(logits, axis=-1).astype(jnp.int32))
         else:
             distributions.append(probabilities(logits, sampling))
             # A hidden state at p with the token at p + 1 predicts the token at p + 2.
             drafts.append(draw(distributions[-1], sampling, position[:, 0] + 2, DRAFT))
-    return jnp.stack(drafts, 1), jnp.stack(distributions, 1) if distributions else None, cache
+    drawn_from = jnp.stack(distributions, 1) if distributions else None
+    return jnp.stack(drafts, 1), drawn_from, jnp.all(jnp.stack(whole), axis=0), cache
 
 
 def accept(
@@ -100,17 +104,20 @@ def accept(
         position: int32 `[batch]` of the first draft.
 
     Returns:
-        tokens int32 `[batch, drafts + 1]`, of which the first `accepted + 1` count; accepted int32 `[batch]`.
+        tokens int32 `[batch, drafts + 1]`, of which the first `accepted + 1` count; accepted int32 `[batch]`. Where
+        logits are not finite no further draft stands, and the token is a mark, see `infer.finite`.
     """
+    whole = finite(logits)
+    before = position[:, None] - 1 + jnp.arange(drafts.shape[1] + 1)
     if sampling is None or distributions is None:
         own = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return own, _leading(own[:, :-1] == drafts)
+        return marked(own, whole, before), _leading((own[:, :-1] == drafts) & whole[:, :-1])
     count = drafts.shape[1]
     target = probabilities(logits, sampling)
     at_draft = jnp.take_along_axis(target[:, :-1], drafts[..., None], axis=-1)[..., 0]
     drawn_with = jnp.take_along_axis(distributions, drafts[..., None], axis=-1)[..., 0]
     places = position[:, None] + jnp.arange(count)
-    accepted = _leading(uniform(sampling, places, ACCEPT) * drawn_with < at_draft)
+    accepted = _leading((uniform(sampling, places, ACCEPT) * drawn_with < at_draft) & whole[:, :-1])
     # After a refusal the token comes from what the target has beyond the draft's distribution; after none, from the
     # target's last row.
     beyond = jnp.concatenate([jnp.maximum(target[:, :-1] - distributions, 0.0), target[:, -1:]], axis=1)
@@ -119,7 +126,8 @@ def accept(
     residual = jnp.where(jnp.sum(residual, axis=-1, keepdims=True) > 0, residual, plain)
     own = draw(residual, sampling, position + accepted, SAMPLE)
     padded = jnp.pad(drafts, ((0, 0), (0, 1)))
-    return jnp.where(jnp.arange(count + 1) == accepted[:, None], own[:, None], padded), accepted
+    own = marked(own[:, None], whole, before)
+    return jnp.where(jnp.arange(count + 1) == accepted[:, None], own, padded), accepted
 
 
 def _leading(flags: jax.Array) -> jax.Array:

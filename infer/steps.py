@@ -30,6 +30,7 @@ from glm52_jax.model import compute_dtype, extend, head
 from glm52_jax.moe_form import GATHER
 from glm52_jax.placement import batch_spec, cache_specs, param_specs
 from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
+from infer.finite import NOWHERE, finite, marked
 from infer.sampling import Sampling, next_token
 from infer.speculative import MAX_DRAFT_TOKENS, Window, accept, draft
 from sharding import hosts
@@ -170,6 +171,14 @@ class StepProvider:
             return self.own_state()
         return _sharded_state(self)()
 
+    def state_shapes(self) -> State:
+        """Shapes of the state.
+
+        Raises:
+            InputError: the model's cache cannot be stored in `cache_format`, or divided as the layout says.
+        """
+        return jax.eval_shape(self.state)
+
     def own_state(self) -> State:
         """One device's part of an empty state."""
         room, batch = self.draft_tokens + 1, self.batch // self.layout.parts("batch")
@@ -202,6 +211,9 @@ class StepProvider:
         (-1 where unknown), all int32 `[batch, chunk]`; the column of each prompt's last token, int32 `[batch]`, -1
         where it is not in this chunk; the sampling. It returns the state and the token after each prompt that ended
         here, int32 `[batch]`.
+
+        Of every step, a token below zero says that the model's output was not finite, see `infer.finite`; of this one
+        also in rows whose prompt did not end here.
         """
         chunk = jax.ShapeDtypeStruct((self.batch, self.chunk), jnp.int32)
         row = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
@@ -227,7 +239,7 @@ class StepProvider:
 
     def _step(self, method: str, params: dict[str, Any], arguments: dict[str, Any]) -> Step:
         params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
-        state = jax.eval_shape(self.state)
+        state = self.state_shapes()
         if self.mesh is not None:
             whole = (params, state, *arguments.values())
             specs = self._specs(method, params, arguments)
@@ -346,7 +358,12 @@ class StepProvider:
         final = psum(layout, final, layout.axes_of("tokens"))
         end = jnp.where(mine, jnp.take_along_axis(positions, column, axis=1)[:, 0], 0)
         end = psum(layout, end, layout.axes_of("tokens"))
-        token = next_token(head(params, final[:, 0], self._undivided), sampling, end + 1)
+        logits = head(params, final[:, 0], self._undivided)
+        token = next_token(logits, sampling, end + 1)
+        # The last logits need not show what is wrong further ahead: a position that is NaN may just not be selected.
+        wrong = jnp.where((positions >= 0) & ~finite(hidden), positions, NOWHERE)
+        wrong = jnp.min(all_gather(layout, wrong, layout.axes_of("tokens"), 1), axis=1)
+        wrong = jnp.minimum(wrong, jnp.where(ended & ~finite(logits), end, NOWHERE))
         window = state.window
         if window is not None:
             known = jnp.where(next_tokens >= 0, positions, -1)
@@ -362,21 +379,22 @@ class StepProvider:
             position=jnp.where(ended, end + 1, state.position),
             window=window,
         )
-        return state, self._everyones(token)
+        return state, self._everyones(marked(token, wrong == NOWHERE, wrong))
 
     def _decode(
         self, params: dict[str, Any], state: State, active: jax.Array, sampling: Sampling | None
     ) -> tuple[State, jax.Array]:
         positions, forms = jnp.where(active, state.position, -1), self._forms(1, self._undivided)
         hidden, cache, _ = extend(params, self._cached, state.token[:, None], positions[:, None], state.cache, forms)
-        token = next_token(head(params, hidden[:, 0], forms.layout), sampling, state.position + 1)
+        logits, position = head(params, hidden[:, 0], forms.layout), state.position
+        token = next_token(logits, sampling, position + 1)
         state = State(
             cache=cache,
             token=jnp.where(active, token, state.token),
-            position=jnp.where(active, state.position + 1, state.position),
+            position=jnp.where(active, position + 1, position),
             window=state.window,
         )
-        return state, self._everyones(token)
+        return state, self._everyones(marked(token, finite(logits), position))
 
     def _verify(
         self, params: dict[str, Any], state: State, active: jax.Array, sampling: Sampling | None
@@ -385,13 +403,15 @@ class StepProvider:
         room = self.draft_tokens + 1
         forms = self._forms(room, self._undivided)
         window = dataclasses.replace(state.window, positions=jnp.where(active[:, None], state.window.positions, -1))
-        drafts, distributions, cache = draft(
+        drafts, distributions, whole, cache = draft(
             params, self._cached, window, state.cache, self.draft_tokens, sampling, forms
         )
         tokens = jnp.concatenate([state.token[:, None], drafts], axis=1)
         positions = jnp.where(active[:, None], state.position[:, None] + jnp.arange(room), -1)
         hidden, cache, _ = extend(params, self._cached, tokens, positions, cache, forms)
         own, accepted = accept(head(params, hidden, forms.layout), drafts, distributions, sampling, state.position + 1)
+        # Drafts of a broken MTP layer would only be refused one after another, so the text would not show them.
+        shown = jnp.where(own < 0, own, marked(own, whole[:, None], state.position[:, None], of_drafts=True))
         kept = jnp.arange(room) <= accepted[:, None]
         newest = jnp.take_along_axis(own, accepted[:, None], axis=1)[:, 0]
         state = State(
@@ -400,7 +420,7 @@ class StepProvider:
             position=jnp.where(active, state.position + accepted + 1, state.position),
             window=Window(hidden=hidden, tokens=own, positions=jnp.where(kept, positions, -1)),
         )
-        return state, self._everyones(own), self._everyones(accepted)
+        return state, self._everyones(shown), self._everyones(accepted)
 
 
 @lru_cache(maxsize=64)

@@ -65,6 +65,7 @@ def test_head_dim_is_no_substitute():
         # Of several, the most explicit is taken.
         ({"indexer_types": PLAN, "index_topk_freq": 4}, PLAN),
         ({"indexer_types": PLAN, "index_topk_pattern": "FFFSSSF", "index_topk_freq": 3}, PLAN),
+        ({"indexer_types": PLAN, "index_topk_freq": 4, "index_skip_topk_offset": 2}, PLAN),
         ({"index_topk_pattern": "FSFSFSF", "index_topk_freq": 4, "index_skip_topk_offset": 3}, [F, S] * 3 + [F]),
     ],
 )
@@ -91,16 +92,43 @@ def test_the_plan_of_indexers(fields: dict[str, Any], types: list[str]):
             {"indexer_types": PLAN, "index_topk_pattern": "FFFSSFF"},
             ["index_topk_pattern contradicts indexer_types at layer 5"],
         ),
-        (
-            {"indexer_types": PLAN, "index_topk_freq": 4, "index_skip_topk_offset": 2},
-            ["indexer_types contradicts index_topk_freq 4 with index_skip_topk_offset 2 at layer 2"],
-        ),
         ({"index_topk_freq": 0}, ["index_topk_freq is 0, expected an integer of at least 1"]),
         ({"index_topk_freq": "4"}, ["index_topk_freq is '4', expected an integer"]),
     ],
 )
 def test_a_plan_of_indexers_that_cannot_be(fields: dict[str, Any], fragments: list[str]):
     refused(no_plan(**fields), *fragments)
+
+
+@pytest.mark.parametrize(
+    ("fields", "note"),
+    [
+        ({}, None),
+        ({"indexer_types": PLAN, "index_topk_pattern": "FFFSSSF"}, None),
+        ({"indexer_types": PLAN, "index_topk_freq": 4}, None),  # the offset that fits is not the default one
+        ({"indexer_types": PLAN, "index_topk_freq": 4, "index_skip_topk_offset": 3}, None),
+        (
+            {"indexer_types": PLAN, "index_topk_freq": 4, "index_skip_topk_offset": 2},
+            "indexer_types and index_topk_freq 4 with index_skip_topk_offset 2 differ, first at layer 2; indexer_types",
+        ),
+        (
+            {"indexer_types": PLAN, "index_topk_freq": 3},
+            "indexer_types and index_topk_freq 3 differ, first at layer 2; indexer_types is taken",
+        ),
+        (
+            {"index_topk_pattern": "FSFSFSF", "index_topk_freq": 4, "index_skip_topk_offset": 3},
+            "index_topk_pattern and index_topk_freq 4 with index_skip_topk_offset 3 differ, first at layer 1; "
+            "index_topk_pattern is taken",
+        ),
+        ({"index_topk_pattern": "FSFSFSF", "index_topk_freq": 1}, "index_topk_pattern and index_topk_freq 1 differ"),
+        ({"index_skip_topk_offset": 3}, "index_skip_topk_offset is 3 without index_topk_freq, so every layer has"),
+    ],
+)
+def test_the_plan_that_is_not_taken_is_named(fields: dict[str, Any], note: str | None):
+    notes = read(**no_plan(**fields)).notes
+    assert len(notes) == (note is not None)
+    if note is not None:
+        assert notes[0].startswith(f"config.json: {note}")
 
 
 # Which layers are dense.
@@ -115,6 +143,7 @@ def test_a_plan_of_indexers_that_cannot_be(fields: dict[str, Any], fragments: li
         ({"first_k_dense_replace": ABSENT, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 5}, [0, 1]),
         ({"first_k_dense_replace": ABSENT, "mlp_layer_types": ["sparse", "dense"] * 3 + ["sparse"]}, [1, 3, 5]),
         ({"first_k_dense_replace": 1, "mlp_layer_types": ["dense"] + ["sparse"] * 6}, [0]),
+        ({"first_k_dense_replace": 1, "mlp_layer_types": ["dense"] + ["sparse"] * 7}, [0]),  # the MTP layer listed too
     ],
 )
 def test_the_plan_of_mlps(fields: dict[str, Any], dense: list[int]):
@@ -219,13 +248,98 @@ def test_an_end_of_a_text_that_is_no_token(eos: Any):
         ModelConfig.from_dict(raw(), generation={"eos_token_id": eos})
 
 
+@pytest.mark.parametrize("eos", [320, [5, 320], [5, 2**31 - 1]])
+def test_an_end_of_a_text_beyond_the_vocabulary(eos: Any):
+    refused({"eos_token_id": eos}, "config.json: eos_token_id holds", "but the vocabulary has 320 tokens")
+    with pytest.raises(InputError, match=r"generation_config.json: eos_token_id holds .* vocabulary has 320 tokens"):
+        ModelConfig.from_dict(raw(), generation={"eos_token_id": eos})
+
+
+def defaults(**generation: Any) -> tuple[float, float, int]:
+    config = ModelConfig.from_dict(raw(), generation=generation)
+    return config.temperature, config.top_p, config.top_k
+
+
 def test_sampling_defaults():
     config = ModelConfig.from_dict(raw(), generation={"temperature": 0, "top_p": 0.9})
     assert (config.temperature, config.top_p) == (0.0, 0.9)
+    assert defaults() == defaults(temperature=None, top_p=None, top_k=None, do_sample=None) == (1.0, 1.0, 0)
+    assert defaults(top_k=-1) == defaults(top_k=0) == (1.0, 1.0, 0)
+    assert defaults(top_k=20, temperature=0.7, top_p=0.8, do_sample=True) == (0.7, 0.8, 20)
     with pytest.raises(InputError, match=r"generation_config.json: temperature is -1"):
         ModelConfig.from_dict(raw(), generation={"temperature": -1})
     with pytest.raises(InputError, match=r"top_p is 1.5, expected a probability"):
         ModelConfig.from_dict(raw(), generation={"top_p": 1.5})
+
+
+@pytest.mark.parametrize(
+    ("generation", "reason"),
+    [
+        ({"do_sample": False, "temperature": 0.7}, "do_sample is false"),
+        ({"top_k": 1}, "top_k is 1"),
+        ({"top_p": 0}, "top_p is 0"),
+        ({"top_p": 0.0, "do_sample": True, "temperature": 1.0}, "top_p is 0.0"),
+    ],
+)
+def test_a_file_that_asks_for_the_most_likely_token(generation: dict[str, Any], reason: str):
+    assert defaults(**generation)[0] == 0.0
+    (note,) = ModelConfig.from_dict(raw(), generation=generation).notes
+    assert note.startswith(f"generation_config.json: {reason}, so the most likely token is taken")
+
+
+@pytest.mark.parametrize(
+    ("generation", "sentence"),
+    [
+        ({"do_sample": "false"}, "do_sample is 'false', expected true or false"),
+        ({"do_sample": 0}, "do_sample is 0, expected true or false"),
+        ({"top_k": -2}, "top_k is -2, expected an integer of at least -1"),
+        ({"top_k": 1.5}, "top_k is 1.5, expected an integer"),
+        ({"top_k": True}, "top_k is True, expected an integer"),
+        ({"top_k": "40"}, "top_k is '40', expected an integer"),
+        ({"temperature": "1.0"}, "temperature is '1.0', expected a number of at least 0"),
+        ({"temperature": float("nan")}, "temperature is nan, expected a number of at least 0"),
+        ({"temperature": False}, "temperature is False, expected a number of at least 0"),
+        ({"top_p": -0.1}, "top_p is -0.1, expected a number of at least 0"),
+        ({"top_p": float("nan")}, "top_p is nan, expected a number of at least 0"),
+        ({"top_p": [0.9]}, "top_p is [0.9], expected a number of at least 0"),
+    ],
+)
+def test_sampling_defaults_that_cannot_be(generation: dict[str, Any], sentence: str):
+    with pytest.raises(InputError) as error:
+        ModelConfig.from_dict(raw(), generation=generation)
+    assert sentence in str(error.value)
+
+
+def test_what_is_not_applied_is_said():
+    applied = {"repetition_penalty": 1.0, "num_beams": 1, "min_p": 0.0, "bad_words_ids": None, "max_length": 20}
+    assert ModelConfig.from_dict(raw(), generation=applied | {"transformers_version": "5.12.0"}).notes == ()
+    generation = {"min_p": 0.05, "repetition_penalty": 1.1, "max_new_tokens": 2048, "stop_strings": ["END"]}
+    notes = ModelConfig.from_dict(raw(), generation=generation).notes
+    assert len(notes) == 4
+    assert "generation_config.json: repetition_penalty is 1.1, which is not applied" in notes
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(["temperature", "top_p", "top_k", "do_sample", "eos_token_id", "min_p", "stop_strings"]),
+        st.none() | st.booleans() | st.integers(-3, 400) | st.floats() | st.text(max_size=3) | st.lists(st.integers()),
+    )
+)
+def test_any_generation_config_is_read_or_refused(generation: dict[str, Any]):
+    try:
+        config = ModelConfig.from_dict(raw(), generation=generation)
+    except InputError as error:
+        sentence, config = str(error), None
+    if config is None:
+        assert len(sentence.splitlines()) == 1
+        return
+    assert config.temperature >= 0
+    assert 0 < config.top_p <= 1
+    assert config.top_k >= 0
+    assert all(eos < config.vocab_size for eos in config.eos_token_ids)
+    again = ModelConfig.from_dict(config.to_dict(), generation=config.generation_dict())
+    assert again == config
 
 
 # Everything else.
@@ -235,8 +349,24 @@ def test_extras_of_another_writer_are_accepted():
     # What NVIDIA's re-export adds and drops.
     extras: dict[str, Any] = {"bos_token_id": 0, "mlp_bias": False, "num_experts": 8, "moe_router_dtype": ABSENT}
     assert read(**extras, layer_types=["deepseek_sparse_attention"] * 7) == read()
-    assert read(num_experts=8, n_routed_experts=ABSENT) == read()
+    assert read(num_experts=8, n_routed_experts=ABSENT) == read(num_local_experts=8, n_routed_experts=ABSENT) == read()
+    assert read(**extras, layer_types=["deepseek_sparse_attention"] * 7).notes == ()
     assert read(hidden_size=64.0, torch_dtype="torch.bfloat16", dtype=ABSENT) == read()
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({"head_dim": 100}, "head_dim is 100, which is not used: a head has 24 + 16 dimensions"),
+        ({"moe_router_dtype": "bfloat16"}, "moe_router_dtype is 'bfloat16', but the router is always computed in"),
+        ({"layer_types": ["full_attention"] * 7}, "layer_types is ['full_attention', "),
+        ({"torch_dtype": "float16"}, "dtype is bfloat16 and torch_dtype is float16; dtype, the newer name, is taken"),
+        ({"pad_token_id": 320}, "pad_token_id is 320, but the vocabulary has 320 tokens; it is not used"),
+    ],
+)
+def test_what_says_otherwise_and_is_not_used_is_noted(changes: dict[str, Any], note: str):
+    (found,) = read(**changes).notes
+    assert found.startswith(f"config.json: {note}")
 
 
 @pytest.mark.parametrize("interleave", [True, False])
@@ -263,6 +393,8 @@ def test_an_epsilon_of_the_latent_norms():
         ({"moe_layer_freq": 2}, ["moe_layer_freq is 2"]),
         ({"num_key_value_heads": 1}, ["num_key_value_heads is 1, but this model needs 4"]),
         ({"num_experts": 16}, ["num_experts is 16 but n_routed_experts is 8"]),
+        ({"num_local_experts": 16}, ["num_local_experts is 16 but n_routed_experts is 8"]),
+        ({"torch_dtype": "int8"}, ["dtype is 'int8', expected bfloat16, float16 or float32"]),
         ({"n_routed_experts": ABSENT}, ["n_routed_experts is missing"]),
         ({"vocab_size": ABSENT}, ["vocab_size is missing"]),
         ({"hidden_size": "64"}, ["hidden_size is '64', expected an integer of at least 1"]),

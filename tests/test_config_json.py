@@ -32,6 +32,25 @@ def test_quantization():
     assert read(quantization_config=None).quantization is None
 
 
+O, KV = "model.layers.1.self_attn.o_proj", "model.layers.1.self_attn.kv_b_proj"
+EXPERT, INDEXER = "model.layers.3.mlp.experts.1.up_proj", "model.layers.1.self_attn.indexer.wq_b"
+
+
+def test_lists_of_exceptions_by_other_names():
+    for field in ("ignored_layers", "ignore", "exclude_modules", "exclude"):
+        found = read(**quantization(modules_to_not_convert=ABSENT, **{field: ["o_proj"]}))
+        assert found.quantization == QuantizationConfig((32, 32), ("o_proj",))
+        assert found.notes == ()
+    both = read(**quantization(modules_to_not_convert=["o_proj", "lm_head"], ignored_layers=["lm_head", "o_proj"]))
+    assert both.notes == ()
+    differing = read(**quantization(modules_to_not_convert=["o_proj"], ignored_layers=["lm_head"]))
+    assert differing.notes == (
+        "config.json: quantization_config: modules_to_not_convert and ignored_layers differ, and what either excepts "
+        "from quantisation is taken as excepted",
+    )
+    refused(quantization(ignore=["re:["]), "quantization_config: ignore holds 're:[', which is no regular expression")
+
+
 def test_quantization_aliases_and_repetitions():
     indexer = "model.layers.0.self_attn.indexers_proj"
     listed = quantization(modules_to_not_convert=[indexer, "lm_head"], ignored_layers=["lm_head", "model.norm"])
@@ -45,13 +64,52 @@ def test_quantization_aliases_and_repetitions():
 @pytest.mark.parametrize(
     ("entry", "kept", "converted"),
     [
-        ("lm_head", ["lm_head"], ["lm_head2", "model.lm_head"]),
+        ("lm_head", ["lm_head", "model.lm_head"], ["lm_head2", "lm_head_norm"]),
         ("model.layers.1", ["model.layers.1", "model.layers.1.mlp.gate_proj"], ["model.layers.10.mlp.gate_proj"]),
         ("model.layers.1.mlp.gate", ["model.layers.1.mlp.gate"], ["model.layers.1.mlp.gate_proj"]),
         ("*.mlp.gate", ["model.layers.1.mlp.gate"], ["model.layers.1.mlp.gate_proj"]),
         ("*indexer*", ["a.self_attn.indexer.wk"], ["a.self_attn.wk"]),
-        ("re:.*\\.q_[ab]_proj", ["a.q_a_proj", "a.q_b_proj"], ["a.q_c_proj", "a.q_a_proj.more"]),
+        # From the start of the name, not to its end: what `re.match` does in compressed-tensors.
+        ("re:.*\\.q_[ab]_proj", ["a.q_a_proj", "a.q_b_proj", "a.q_a_proj.more"], ["a.q_c_proj", "q_a_proj"]),
         ("a.b*c", ["a.bxc"], ["aXbxc"]),
+        # By the end of the name, or from any dot on.
+        ("o_proj", [O], [KV, EXPERT, INDEXER]),
+        ("self_attn.o_proj", [O], [KV, EXPERT, INDEXER]),
+        ("layers.1.self_attn.o_proj", [O], [O.replace("1", "11"), KV]),
+        ("model.layers.1.self_attn.o_proj.weight", [O], [KV]),
+        ("b_proj", [KV], [O, INDEXER]),  # transformers: `name.endswith`
+        ("self_attn", [O, KV, INDEXER], [EXPERT]),
+        ("layers.1", [O, KV], [O.replace("1", "11")]),
+        ("mlp.experts", [EXPERT], ["model.layers.3.mlp.shared_experts.up_proj", O]),
+        ("gate", ["model.layers.3.mlp.gate"], ["model.layers.3.mlp.gate_proj"]),
+        # Regular expressions, with their mark and without.
+        ("o_proj$", [O], [KV, EXPERT]),
+        ("self_attn.o_proj$", [O], [KV]),
+        (".*o_proj$", [O], [KV]),
+        (r".*\.o_proj$", [O], [KV]),
+        (r"model\.layers\.1\.self_attn\.o_proj$", [O], [O.replace("1", "11"), KV]),
+        ("^model.layers.1.self_attn.o_proj$", [O], [KV]),
+        ("model.layers.[0-9]+.self_attn.(o|kv_b)_proj", [O, KV], [EXPERT]),
+        (r".*mlp\.gate$", ["model.layers.3.mlp.gate"], ["model.layers.3.mlp.gate_proj"]),
+        ("layers.*.o_proj", [O], [KV]),
+        (r"re:.*o_proj$", [O], [KV]),
+        (r"re:.*self_attn", [O, KV, INDEXER], [EXPERT]),
+        (r"re:model\.layers\.1\.", [O, KV], [EXPERT]),
+        (r"re:layers\.1\.self_attn\.o_proj", [O], [KV]),
+        (r"re:o_proj$", [], [O, KV]),
+        # Globs.
+        ("*o_proj", [O], [KV]),
+        ("mlp.experts.*", [EXPERT], [O]),
+        (".*o_proj", [O], [KV]),
+        ("*.self_attn.*", [O, KV, INDEXER], [EXPERT]),
+        ("model.layers.1.*", [O, KV], [O.replace("1", "11"), EXPERT]),
+        ("layers.*.self_attn.o_proj", [O], [KV]),
+        ("*", [O, KV, EXPERT], []),
+        # What means nothing excepts nothing.
+        ("", [], [O, KV, EXPERT]),
+        (".", [], [O, KV, EXPERT]),
+        ("(o_proj", [], [O, KV, EXPERT]),
+        ("Linear", [], [O, KV, EXPERT]),
     ],
 )
 def test_quantization_patterns(entry: str, kept: list[str], converted: list[str]):
@@ -262,6 +320,7 @@ def configs(draw: Callable[..., Any]) -> ModelConfig:
         dtype=draw(st.sampled_from(["bfloat16", "float16", "float32"])),
         quantization=draw(st.none() | quantized),
         temperature=draw(st.floats(0, 2)),
+        top_k=draw(st.sampled_from([0, 2, 50])),
         top_p=draw(st.floats(0.1, 1)),
     )
 

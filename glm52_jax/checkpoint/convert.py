@@ -32,8 +32,8 @@ from glm52_jax.checkpoint.value_checks import Counts
 from glm52_jax.checkpoint.work_folder import PART, Journal, WorkFolder
 from glm52_jax.checkpoint.workers import Account, Meter, Pulse, run, unwritable
 from glm52_jax.config import ModelConfig, read_json
-from glm52_jax.config_json import shown
 from glm52_jax.errors import InputError
+from glm52_jax.json_fields import shown
 
 UNIT_BYTES = 256 * 2**20
 """What is lost at most of each worker when it is stopped."""

@@ -14,8 +14,8 @@ from glm52_jax.checkpoint.safetensors_file import DTYPES, tensor_bytes
 from glm52_jax.checkpoint.store import STORED_TYPES
 from glm52_jax.checkpoint.value_checks import Counts, sentences
 from glm52_jax.config import read_json
-from glm52_jax.config_json import shown
 from glm52_jax.errors import InputError
+from glm52_jax.json_fields import shown
 from glm52_jax.unfinished import MANIFEST
 
 _FORMAT, _VERSION = "glm52-orbax", 1

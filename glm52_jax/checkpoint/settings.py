@@ -182,7 +182,7 @@ def _quantized_names(config: ModelConfig, made: QuantizationConfig) -> frozenset
 
 
 def _from_generation(config: ModelConfig) -> dict[str, Any]:
-    fields = ("eos_token_ids", "temperature", "top_p", "pad_token_id")
+    fields = ("eos_token_ids", "temperature", "top_p", "top_k", "pad_token_id")
     return {field: getattr(config, field) for field in fields}
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from glm52_jax import files
-from glm52_jax.config_json import shown
 from glm52_jax.errors import InputError
+from glm52_jax.json_fields import shown
 from glm52_jax.unfinished import COMMAND, FORMAT, SETTINGS, UNFINISHED, settings_of
 
 _HEAD = json.dumps({"format": FORMAT}, indent=1)[:-2].encode()

@@ -186,7 +186,7 @@ def same(got: Tokens, expected: Tokens) -> Found:
     equal = sum(a == b for x, y in zip(got, expected, strict=True) for a, b in zip(x, y, strict=False))
     row = next(row for row, pair in enumerate(zip(got, expected, strict=True)) if pair[0] != pair[1])
     raise Wrong(
-        f"{equal} of {count} tokens equal to one device's, prompt {row} is the first that differs",
+        f"{equal} of {count} tokens equal to one device's, prompt {row + 1} is the first that differs",
         got=got,
         expected=expected,
     )

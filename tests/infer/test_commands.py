@@ -65,7 +65,7 @@ def test_chat_reads_lines_and_answers(checkpoint: Path) -> None:
     ("arguments", "sentence"),
     [
         (["generate", "nowhere", "x"], "nowhere: no such folder"),
-        (["generate", "CHECKPOINT", ""], "prompt 0 is empty"),
+        (["generate", "CHECKPOINT", ""], "prompt 1 is empty"),
         (["generate", "CHECKPOINT", "x", "-n", "9999"], "max_position_embeddings"),
         (["generate", "CHECKPOINT", "x", "--stop", ""], "stop"),
         (["generate", "CHECKPOINT", "x", "--top-p", "2"], "top_p is 2.0"),

@@ -218,7 +218,7 @@ def test_a_nan_or_an_infinity_is_no_small_difference() -> None:
 
 def test_tokens_that_part_are_named() -> None:
     assert same([[1, 2]], [[1, 2]]).figure == "2 tokens equal to one device's"
-    with pytest.raises(Wrong, match="3 of 4 tokens equal to one device's, prompt 1 is the first that differs"):
+    with pytest.raises(Wrong, match="3 of 4 tokens equal to one device's, prompt 2 is the first that differs"):
         same([[1, 2], [3, 5]], [[1, 2], [3, 4]])
 
 
