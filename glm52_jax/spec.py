@@ -192,6 +192,33 @@ def published_tensors(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
                     yield param.part, tensor
 
 
+def config_notes(config: ModelConfig) -> tuple[str, ...]:
+    """Sentences a user should read about a config: its own, and exceptions from quantisation that mean nothing."""
+    if config.quantization is None or not config.quantization.high_precision:
+        return config.notes
+    idle = config.quantization.meaningless(_modules(config, experts=False))
+    some = dataclasses.replace(config.quantization, high_precision=tuple(idle))
+    idle = some.meaningless(_modules(config, experts=True)) if idle else []
+    if not idle:
+        return config.notes
+    what = f"{idle[0]!r}" if len(idle) == 1 else f"{idle[0]!r} and {len(idle) - 1} more"
+    means = "means" if len(idle) == 1 else "mean"
+    return (*config.notes, f"quantization_config excepts {what}, which {means} no tensor of this model")
+
+
+def _modules(config: ModelConfig, *, experts: bool) -> set[str]:
+    """Names of the published tensors without `.weight`; of one expert of each layer, or of all."""
+    found: set[str] = set()
+    for param in parameters(config):
+        for layer in param.layers(config):
+            if experts or param.experts is None:
+                names = [tensor.name for tensor in param.published(config, layer)]
+            else:
+                names = [f"model.layers.{layer}.{name.format(expert=0)}" for name in param.tensors]
+            found.update(name.removesuffix(".weight") for name in names)
+    return found
+
+
 def _global(c: ModelConfig) -> tuple[Param, ...]:
     d, v = c.hidden_size, c.vocab_size
     return (

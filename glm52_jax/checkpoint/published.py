@@ -20,7 +20,7 @@ from glm52_jax.config import SHARED, ModelConfig, read_json
 from glm52_jax.errors import InputError
 from glm52_jax.files import dead_link
 from glm52_jax.json_fields import shown
-from glm52_jax.spec import SCALE_SUFFIX, Tensor, parameters
+from glm52_jax.spec import SCALE_SUFFIX, Tensor, config_notes, parameters
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -32,6 +32,7 @@ SCALE_NAMES = (SCALE_SUFFIX, "_scale")  # some tools rename the scale; it multip
 _FUSED = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", None)}
 _LISTED = 12
 """Files that a sentence names."""
+OPTIONAL = ("embed_tokens.weight", "shared_head.head.weight")  # of the MTP layer, never in codes
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.([0-9]+)\.(gate_proj|up_proj|down_proj)\.weight")
 _LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,8})\.(.*)")
 
@@ -110,7 +111,7 @@ class PublishedCheckpoint:
         reason = (
             f"{INDEX_FILE} does not name it" if INDEX_FILE in self._listed else f"without an index {SINGLE_FILE} is all"
         )
-        notes = [f"{file} is not used, since {reason}" for file in self.unused]
+        notes = [*config_notes(config), *(f"{file} is not used, since {reason}" for file in self.unused)]
         config, absent = self._with_what_is_here(config)
         tensors: dict[str, Stored] = {}
         missing: list[Tensor] = []
@@ -123,7 +124,7 @@ class PublishedCheckpoint:
         self._refuse_missing(missing, config)
         used = {s.name for s in tensors.values()} | {s.scale for s in tensors.values()}
         left = [name for name in self.where if name not in used]
-        ignored = {name: reason for name in left if (reason := _ignorable(name, config))}
+        ignored = {name: reason for name in left if (reason := _ignorable(name, config) or _idle_scale(name, config))}
         self._refuse_extra([name for name in left if name not in ignored], config)
         own = [f"{s.name} is used in place of the model's own" for s in tensors.values() if s.tensor.optional]
         return Contents(config, tensors, ignored, (*notes, *absent, *own, *_summary(ignored)))
@@ -194,7 +195,7 @@ class PublishedCheckpoint:
 
     def _with_what_is_here(self, config: ModelConfig) -> tuple[ModelConfig, list[str]]:
         prefix = f"model.layers.{config.num_hidden_layers}."
-        if config.has_mtp and not any(name.startswith(prefix) for name in self.where):
+        if config.has_mtp and not any(n.startswith(prefix) and not _idle_scale(n, config) for n in self.where):
             note = (
                 "num_nextn_predict_layers is 1 but the folder has no tensor of the MTP layer "
                 f"({prefix}*): the model runs without drafts"
@@ -344,6 +345,22 @@ def _ignorable(name: str, config: ModelConfig) -> str | None:
     shared = layer < config.num_hidden_layers and config.indexer_types[layer] == SHARED
     if shared and inner.startswith("self_attn.indexer."):
         return "the layer is shared: it uses the selection of the last full layer"
+    return None
+
+
+def _idle_scale(name: str, config: ModelConfig) -> str | None:
+    """Why the scale of a tensor that is never in codes may be left alone; None for another one.
+
+    Some writers leave them behind with tensors of the MTP layer that they take out, or store in plain form.
+    """
+    weight = next((name.removesuffix(suffix) for suffix in SCALE_NAMES if name.endswith(suffix)), None)
+    if weight is None:
+        return None
+    if reason := _ignorable(weight, config):
+        return reason
+    prefix = f"model.layers.{config.num_hidden_layers}."
+    if config.has_mtp and weight.removeprefix(prefix) in OPTIONAL and weight.startswith(prefix):
+        return "it is a scale of a tensor that is always plain"
     return None
 
 

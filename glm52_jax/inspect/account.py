@@ -36,7 +36,8 @@ devices, no files and no terminal.
       all_full                      total of the same model with an indexer on every layer
       ratio                         all_full / total
 
-The command adds `files`, what a folder's safetensors hold (null without any): `tensors` and `bytes`, scales counted,
+The command adds `notes`, sentences on the config: fields that differ from each other or are not applied; and
+`files`, what a folder's safetensors hold (null without any): `tensors` and `bytes`, scales counted,
 `ignored` (name of a tensor that is not used: reason), `notes` (sentences; ignored tensors are summed up there too).
 With `--ops` it adds `operators`, described in `glm52_jax.inspect.operators`.
 """

@@ -15,6 +15,7 @@ from glm52_jax.files import is_there
 from glm52_jax.inspect.account import CONTEXTS, account
 from glm52_jax.inspect.operators import operators
 from glm52_jax.lengths import LENGTH
+from glm52_jax.spec import config_notes
 
 DEFAULT_CONTEXT, DEFAULT_CHUNK = 128 * 1024, 2048
 
@@ -47,7 +48,8 @@ def inspect(
         batch, chunk = 1 if batch is None else batch, chunk or min(DEFAULT_CHUNK, length)
         table = operators(config, batch=batch, context=length, chunk=chunk, contexts=known)
     if as_json:
-        click.echo(json.dumps(report.as_json() | {"files": files} | ({"operators": table} if table else {}), indent=2))
+        found = report.as_json() | {"notes": list(config_notes(config)), "files": files}
+        click.echo(json.dumps(found | ({"operators": table} if table else {}), indent=2))
         return
     from glm52_jax.inspect.report import show  # rich is not needed for JSON
 

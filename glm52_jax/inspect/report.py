@@ -19,6 +19,7 @@ from rich.text import Text
 from glm52_jax.config import ModelConfig
 from glm52_jax.inspect.account import Account, CacheRows, index_key_bytes, latent_row_bytes
 from glm52_jax.lengths import short_length
+from glm52_jax.spec import config_notes
 from glm52_jax.terminal import screen
 
 _FORMATS = {"bf16": "BF16", "fp8_groups": "FP8 groups", "fp8_tensor": "FP8 tensor", "fp8": "FP8"}
@@ -40,7 +41,7 @@ def show(
     """Prints the account of `config`.
 
     Args:
-        files: what a folder holds: tensors, bytes, notes; its other keys are not shown.
+        files: what a folder holds: tensors, bytes, notes (those on the config too); its other keys are not shown.
         note: a sentence to print below the heading.
         operators: as `operators.operators` gives it.
         console: where to; standard output when None.
@@ -48,7 +49,7 @@ def show(
     console = console or screen()
     console.print(Text(account.name, "bold"), soft_wrap=True)
     console.print(_heading(account, note))
-    _section(console, "Published files", _published(account, files))
+    _section(console, "Published files", _published(account, files, config_notes(config)))
     _section(console, "Layers", _layers(account))
     _section(console, "Parameters", _parameters(account))
     _section(console, "Cache", _cache(config, account))
@@ -130,7 +131,7 @@ def _table(*columns: str, footer: Sequence[str] = (), words: int = 1, gap: int =
     return table
 
 
-def _published(account: Account, files: dict[str, Any] | None) -> list[RenderableType]:
+def _published(account: Account, files: dict[str, Any] | None, notes: Sequence[str]) -> list[RenderableType]:
     published = account.published
     table = _table("", "table", *(["files"] if files else []))
     columns = [(published.tensors, published.bytes), *([(files["tensors"], files["bytes"])] if files else [])]
@@ -140,7 +141,7 @@ def _published(account: Account, files: dict[str, Any] | None) -> list[Renderabl
     table.add_row("values", f"{published.elements:,}")
     for name, elements in published.elements_by_dtype.items():
         table.add_row(f"  {name}", f"{elements:,}")
-    return [table, *(Text(f"Note: {note}.", "yellow") for note in (files["notes"] if files else ()))]
+    return [table, *(Text(f"Note: {note}.", "yellow") for note in (files["notes"] if files else notes))]
 
 
 def _layers(account: Account) -> list[RenderableType]:
