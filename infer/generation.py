@@ -100,9 +100,9 @@ def generate(
 
     Raises:
         InputError: an empty prompt, a token that the vocabulary has not, more tokens than the model has positions for,
-            drafts without an MTP layer, a layout that does not divide the model or whose rules no step computes right, all
-            before any work; or the model's output is NaN or infinite, and from which position on. The first prompt is
-            prompt 1 in what it says.
+            drafts without an MTP layer, a layout that does not divide the model or whose rules no step computes right,
+            all before any work; or the model's output is NaN or infinite, and from which position on. The first prompt
+            is prompt 1 in what it says.
     """
     generation = Generation(
         params,

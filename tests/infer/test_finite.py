@@ -44,8 +44,7 @@ def sentence(run: Callable[[], Any]) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize(("way", "value"), [*((way, np.nan) for way in WAYS), ("greedy", np.inf)])
 def test_a_weight_that_is_no_number_ends_the_text(
     config: ModelConfig, params: dict[str, Any], way: str, value: float
 ) -> None:
@@ -78,20 +77,19 @@ def test_it_says_where(
 def test_a_token_made_later_is_where_it_ends(config: ModelConfig, params: dict[str, Any], way: str) -> None:
     """Text before it comes; the same with drafts as without."""
     seeds = {"seed": 4} if "temperature" in WAYS[way] else {}
-    free = generate(params, config, PROMPTS[:1], 8, stop_ids=(), **WAYS[way], **seeds)[0]
-    place = next(i for i, token in enumerate(free) if i >= 2 and token not in (*PROMPTS[0], *free[:i]))
+    free = generate(params, config, PROMPTS, 8, stop_ids=(), **WAYS[way], **seeds)[0]
+    place = next(i for i, token in enumerate(free) if i >= 2 and token not in (*PROMPTS[0], *PROMPTS[1], *free[:i]))
     broken = spoiled(params, "embed", (free[place], 0), np.nan)
-    generation = Generation(broken, config, PROMPTS[:1], 8, stop_ids=(), **WAYS[way], **seeds)
+    generation = Generation(broken, config, PROMPTS, 8, stop_ids=(), **WAYS[way], **seeds)
     made: list[int] = []
 
     def run() -> None:
-        for _, tokens in generation:
-            made.extend(tokens)
+        for row, tokens in generation:
+            made.extend(tokens if row == 0 else ())
 
     said = sentence(run)
     assert f"position {len(PROMPTS[0]) + place} on, after the prompt" in said or "MTP layer" in said
     assert made == free[: len(made)]
-    assert sum(generation.figures.accepted) <= len(made)
 
 
 def test_a_broken_draft_layer_is_not_only_slow(config: ModelConfig, params: dict[str, Any]) -> None:
@@ -111,7 +109,7 @@ def test_padding_and_ended_rows_do_not_count(config: ModelConfig, params: dict[s
     expected = generate(params, config, PROMPTS, 3, stop_ids=())
     assert 0 not in [token for text in expected for token in text]
     assert generate(broken, config, PROMPTS, 3, stop_ids=()) == expected
-    for drafts in (0, 2):
+    for drafts in (0, 3):
         provider = StepProvider.of(params, config, batch=2, capacity=64, chunk=16, draft_tokens=drafts)
         state = jax.tree.map(
             lambda a: jnp.full_like(a, jnp.nan) if jnp.issubdtype(a.dtype, jnp.floating) else a, provider.state()
