@@ -305,15 +305,16 @@ class StepProvider:
     @property
     def platform(self) -> str:
         """That of the devices which will run the step."""
-        return self._device.platform
+        return self.device.platform
 
     @property
     def kind(self) -> str:
         """Their `device_kind`."""
-        return self._device.device_kind
+        return self.device.device_kind
 
     @property
-    def _device(self) -> Any:
+    def device(self) -> Any:
+        """One of them."""
         return self.mesh.devices.flat[0] if self.mesh is not None else jax.devices()[0]
 
     def _forms(self, tokens: int, layout: Layout) -> Forms:

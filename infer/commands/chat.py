@@ -15,6 +15,7 @@ from glm52_jax.errors import InputError
 from glm52_jax.row_formats import CACHE_FORMATS
 from glm52_jax.streams import read_line
 from glm52_jax.text import REASONING_EFFORTS, ChatFormat
+from glm52_jax.user_values import MAX_SEED
 from infer.commands.on_hosts import on_hosts
 from infer.commands.session import (
     Session,
@@ -55,6 +56,7 @@ def chat(
     max_new_tokens: int,
     temperature: float | None,
     top_p: float | None,
+    top_k: int | None,
     seed: int,
     draft_tokens: int,
     chunk: int,
@@ -67,14 +69,37 @@ def chat(
     hosts: Hosts,
 ) -> None:
     """Talk to the checkpoint in folder CHECKPOINT. Lines are read from standard input, so a file can be piped in."""
-    check_options(temperature or 0.0, 1.0 if top_p is None else top_p, seed, chunk, stop)
+    check_options(temperature or 0.0, 1.0 if top_p is None else top_p, top_k or 0, seed, chunk, stop)
     session = Session.open(checkpoint, dtype, fp8, layout, hosts)
+    format_ = ChatFormat.load(Path(checkpoint), session.tokenizer)
+    start = [{"role": "system", "content": system}] if system else []
+
+    def answering(messages: list[dict[str, Any]], turn: int, thinking: bool) -> Generation:
+        prompt = format_.encode(
+            messages,
+            enable_thinking=thinking,
+            reasoning_effort=effort,
+            clear_thinking=False if keep_thinking else None,
+        )
+        return session.generation(
+            [prompt],
+            max_new_tokens,
+            temperature=session.config.temperature if temperature is None else temperature,
+            top_p=session.config.top_p if top_p is None else top_p,
+            top_k=session.config.top_k if top_k is None else top_k,
+            draft_tokens=draft_tokens,
+            seed=(seed + turn) % (MAX_SEED + 1),
+            stop_ids=() if ignore_eos else None,
+            chunk=chunk,
+            cache_format=CACHE_FORMATS[kv],
+        )
+
+    answering([*start, {"role": "user", "content": "?"}], 0, thinking)  # what is wrong with any line is wrong now
+    session.load()
     if not hosts.first:
         # Ctrl-C in a terminal that several hosts share is for the first, which tells the others what it means.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    format_ = ChatFormat.load(Path(checkpoint), session.tokenizer)
     session.console.print(f"chat format: {format_.source}. {HELP}", style="dim", soft_wrap=True)
-    start = [{"role": "system", "content": system}] if system else []
     messages: list[dict[str, Any]] = list(start)
     turn = 0
     while (line := _read_line(session)) is not None:
@@ -92,29 +117,8 @@ def chat(
             continue
         messages.append({"role": "user", "content": line})
         try:
-            prompt = format_.encode(
-                messages,
-                enable_thinking=thinking,
-                reasoning_effort=effort,
-                clear_thinking=False if keep_thinking else None,
-            )
-            generation = Generation(
-                session.params,
-                session.config,
-                [prompt],
-                max_new_tokens,
-                temperature=session.config.temperature if temperature is None else temperature,
-                top_p=session.config.top_p if top_p is None else top_p,
-                draft_tokens=draft_tokens,
-                seed=seed + turn,
-                stop_ids=() if ignore_eos else None,
-                chunk=chunk,
-                cache_format=CACHE_FORMATS[kv],
-                layout=session.layout,
-            )
+            generation = answering(messages, turn, thinking)
         except InputError as error:
-            if turn == 0:
-                raise
             messages.pop()
             session.console.print(str(error), style="red", soft_wrap=True)
             continue
@@ -176,7 +180,8 @@ def _answer(session: Session, generation: Generation, stops: tuple[str, ...], th
         if session.hosts.processes > 1:
             raise
         generation.end(0)
-    session.write("\n")
+    finally:
+        session.write("\n")
     session.console.print(f"{figures_line(generation.figures)}; ended: {generation.reasons[0]}", style="dim")
     if not thinking:
         return {"role": "assistant", "content": text}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import click
 
+from glm52_jax.errors import InputError
 from glm52_jax.row_formats import CACHE_FORMATS
 from glm52_jax.streams import read_all
 from infer.commands.on_hosts import on_hosts
@@ -47,6 +49,7 @@ def generate(
     top_p: float,
     special: bool,
     profile: Path | None,
+    top_k: int | None,
     seed: int,
     draft_tokens: int,
     chunk: int,
@@ -62,27 +65,40 @@ def generate(
 
     Several prompts run as one batch. The text goes to standard output, figures to standard error.
     """
-    check_options(temperature, top_p, seed, chunk, stop)
+    check_options(temperature, top_p, top_k or 0, seed, chunk, stop)
+    _check_profile(profile)
     texts = [_read_prompt(hosts) if prompt == "-" else prompt for prompt in prompts]
     session = Session.open(checkpoint, dtype, fp8, layout, hosts)
-    generation = Generation(
-        session.params,
-        session.config,
+    generation = session.generation(
         [session.tokenizer.encode(text, special=special) for text in texts],
         max_new_tokens,
         temperature=temperature,
         top_p=top_p,
+        top_k=top_k or 0,
         draft_tokens=draft_tokens,
         seed=seed,
         stop_ids=() if ignore_eos else None,
         chunk=chunk,
         cache_format=CACHE_FORMATS[kv],
-        layout=session.layout,
     )
+    session.load()
+    generation.params = session.params
     with _traced(profile):
         _write(session, generation, texts, stop)
     ended = ", ".join(str(reason) for reason in generation.reasons)
     session.console.print(f"{figures_line(generation.figures)}; ended: {ended}", style="dim", soft_wrap=True)
+
+
+def _check_profile(folder: Path | None) -> None:
+    """Makes the folder of a trace, so that one that cannot be written is known before the weights are loaded."""
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--profile {folder}: cannot be made ({error.strerror})") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(f"--profile {folder}: cannot be written to, expected a folder for the trace")
 
 
 def _traced(folder: Path | None) -> AbstractContextManager[Any]:
@@ -100,9 +116,11 @@ def _write(session: Session, generation: Generation, texts: Sequence[str], stop:
     """One text as it comes, several when all are there."""
     pieces = stream_texts(generation, session.tokenizer, len(texts), stop)
     if len(texts) == 1:
-        for _, piece in pieces:
-            session.write(piece)
-        session.write("\n")
+        try:
+            for _, piece in pieces:
+                session.write(piece)
+        finally:  # what ends it early is said on a line of its own
+            session.write("\n")
     else:
         whole = [""] * len(texts)
         for row, piece in pieces:

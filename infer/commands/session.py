@@ -12,15 +12,18 @@ import click
 from rich.console import Console
 
 from glm52_jax.checkpoint.load import load_with_report
+from glm52_jax.checkpoint.sources import open_checkpoint
 from glm52_jax.config import ModelConfig, load_config
 from glm52_jax.errors import InputError
 from glm52_jax.files import is_there
+from glm52_jax.params import abstract_params
 from glm52_jax.row_formats import CACHE_FORMATS
 from glm52_jax.terminal import progress_bar, screen
 from glm52_jax.text import StopStrings, Tokenizer, check_stops
 from glm52_jax.user_values import SEED
 from infer.commands.on_hosts import choose_layout, fingerprint
 from infer.generation import STOP, Figures, Generation
+from infer.memory import refuse_too_large
 from infer.sampling import Sampling
 from infer.speculative import MAX_DRAFT_TOKENS
 from sharding.hosts import ALONE, Hosts
@@ -69,15 +72,18 @@ def sampling_options(command: Command) -> Command:
             show_default=True,
             help="Drafts a step by the MTP layer; a greedy text stays the same.",
         ),
+        click.option(
+            "--top-k", type=click.IntRange(0), help="How many of the likeliest tokens to sample from; 0 is all."
+        ),
         click.option("--seed", type=SEED, default=0, show_default=True, help="Seed of the sampling."),
     ):
         command = option(command)
     return command
 
 
-def check_options(temperature: float, top_p: float, seed: int, chunk: int, stops: Sequence[str]) -> None:
-    """Refuses what no checkpoint could make right, before one is loaded."""
-    Sampling.of(1, temperature, top_p, [seed])
+def check_options(temperature: float, top_p: float, top_k: int, seed: int, chunk: int, stops: Sequence[str]) -> None:
+    """Refuses what no checkpoint could make right, before one is opened."""
+    Sampling.of(1, temperature, top_p, [seed], top_k)
     check_stops(stops)
     if chunk < 1:
         raise InputError(f"--chunk is {chunk}, expected at least 1")
@@ -85,9 +91,15 @@ def check_options(temperature: float, top_p: float, seed: int, chunk: int, stops
 
 @dataclasses.dataclass
 class Session:
-    """A loaded checkpoint with its tokenizer, on all devices of `layout`.
+    """A checkpoint with its tokenizer, on all devices of `layout`.
+
+    Opening one reads no weight. What is asked of it is checked on shapes, by a `generation` before `load`.
 
     Of several hosts the first prints: to `console` for people, on standard error, and by `write` what was generated.
+
+    Attributes:
+        config: of the model as the folder has it, without an MTP layer where there is no tensor of it.
+        params: shapes, and the weights after `load`.
     """
 
     config: ModelConfig
@@ -96,12 +108,13 @@ class Session:
     console: Console
     layout: Layout
     hosts: Hosts
+    _load: Callable[[], dict[str, Any]]
 
     @classmethod
     def open(
         cls, checkpoint: str, dtype: str | None, fp8: str, layout: str | None = None, hosts: Hosts = ALONE
     ) -> Session:
-        """Loads a folder in the published layout; the tokenizer first, since it is quick to be refused."""
+        """Opens a folder in the published layout or a converted one, and compares its headers with the model's."""
         folder = Path(checkpoint)
         if not (is_there(folder) and folder.is_dir()):
             raise InputError(f"{checkpoint}: no such folder, expected a checkpoint in the published layout")
@@ -115,8 +128,31 @@ class Session:
             )
         hosts.agree(f"the checkpoint in {checkpoint}", fingerprint(folder))
         chosen = choose_layout(layout, config, fp8, hosts)
-        params = load_with_progress(folder, config, dtype, fp8, console, chosen)
-        return cls(config, params, tokenizer, console, chosen, hosts)
+        found = open_checkpoint(folder).check(config).config
+        stored = found if fp8 == "keep" else dataclasses.replace(found, quantization=None)
+        return cls(
+            config=found,
+            params=abstract_params(stored, dtype=dtype),
+            tokenizer=tokenizer,
+            console=console,
+            layout=chosen,
+            hosts=hosts,
+            _load=lambda: load_with_progress(folder, config, dtype, fp8, console, chosen),
+        )
+
+    def generation(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options: Any) -> Generation:
+        """A generation with the session's model and layout; its options are those of `Generation`.
+
+        Raises:
+            InputError: the request is wrong, or can never fit into memory; before the weights are there, too.
+        """
+        made = Generation(self.params, self.config, prompts, max_new_tokens, layout=self.layout, **options)
+        refuse_too_large(made.provider, self.params)
+        return made
+
+    def load(self) -> None:
+        """Loads the weights, for generations that are made from now on."""
+        self.params = self._load()
 
     def write(self, text: str) -> None:
         """Text to standard output at once, whatever its encoding; of several hosts, on the first."""

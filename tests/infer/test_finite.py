@@ -77,8 +77,9 @@ def test_it_says_where(
 def test_a_token_made_later_is_where_it_ends(config: ModelConfig, params: dict[str, Any], way: str) -> None:
     """Text before it comes; the same with drafts as without."""
     seeds = {"seed": 4} if "temperature" in WAYS[way] else {}
-    free = generate(params, config, PROMPTS, 8, stop_ids=(), **WAYS[way], **seeds)[0]
-    place = next(i for i, token in enumerate(free) if i >= 2 and token not in (*PROMPTS[0], *PROMPTS[1], *free[:i]))
+    free, other = generate(params, config, PROMPTS, 8, stop_ids=(), **WAYS[way], **seeds)
+    known = {*PROMPTS[0], *PROMPTS[1], *other}
+    place = next(i for i, token in enumerate(free) if i >= 2 and token not in {*known, *free[:i]})
     broken = spoiled(params, "embed", (free[place], 0), np.nan)
     generation = Generation(broken, config, PROMPTS, 8, stop_ids=(), **WAYS[way], **seeds)
     made: list[int] = []
