@@ -133,7 +133,8 @@ def forward(
         cache_format: how the cache keeps its rows; plain when None. The others round them.
 
     Returns:
-        float32 `[batch, length, vocab]`; rows under padding mean nothing.
+        float32 `[batch, length, vocab]`; rows under padding mean nothing. What is computed is returned: weights that
+        are NaN or infinite give such logits, and in indexers and routers finite ones of another choice.
 
     Raises:
         InputError: a shape that does not fit, a token that the vocabulary has not, a text that is too long.

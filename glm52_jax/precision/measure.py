@@ -25,6 +25,7 @@ from glm52_jax.cache import Cache, Places
 from glm52_jax.checkpoint.load import load_params
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.config import FULL, ModelConfig, QuantizationConfig
+from glm52_jax.errors import InputError
 from glm52_jax.model import Params, head
 from glm52_jax.primitives import Rotary, rms_norm
 from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
@@ -98,6 +99,9 @@ def measure(params: Params, config: ModelConfig, tokens: np.ndarray, mask: np.nd
         params: plain float32.
         tokens: int `[batch, length]`.
         mask: bool `[batch, length]`, False for padding.
+
+    Raises:
+        InputError: the output of the plain model, or of a form, is NaN or infinite, so that no error can be stated.
     """
     whole, config = config, config.without_mtp()
     order = np.argsort(~mask, axis=1, stable=True)  # real tokens first
@@ -106,6 +110,7 @@ def measure(params: Params, config: ModelConfig, tokens: np.ndarray, mask: np.nd
     positions = np.where(columns < mask.sum(axis=1, keepdims=True), columns, -1).astype(np.int32)
     nothing = np.zeros((config.num_hidden_layers, *tokens.shape, config.hidden_size), np.float32)
     plain = _run(params, config, tokens, positions, nothing, PLAIN_CACHE)
+    _refuse_no_numbers("the plain model's", plain, positions)
     scales = tuple(float(value) / 448 if value > 0 else 1.0 for value in np.asarray(plain.largest))
     rotation = config.index_head_dim & (config.index_head_dim - 1) == 0
     held: dict[str | None, Params] = {None: params}
@@ -113,6 +118,7 @@ def measure(params: Params, config: ModelConfig, tokens: np.ndarray, mask: np.nd
         if form.weights not in held:
             held = {None: params, form.weights: rounded(params, whole, str(form.weights))}
         found = _run(held[form.weights], config, tokens, positions, plain.hidden, form.cache)
+        _refuse_no_numbers(f"with {form.name}, the model's", found, positions)
         yield _compare(form.name, config, plain, found, positions)
 
 
@@ -186,6 +192,16 @@ def _run(
         layer_topk=topk[:, batch:],
         largest=jnp.max(jnp.abs(latent[:, :batch]), axis=(1, 2, 3)) if isinstance(latent, jax.Array) else jnp.zeros(0),
     )
+
+
+def _refuse_no_numbers(whose: str, seen: _Seen, positions: np.ndarray) -> None:
+    real = positions >= 0
+    for values in (seen.logits[real], seen.layer_added[:, real]):
+        if not bool(jnp.all(jnp.isfinite(values))):
+            raise InputError(
+                f"{whose} output is NaN or infinite, so there is no error to state; a weight is damaged or overflows "
+                "(glm52 verify compares every weight with its source)"
+            )
 
 
 def _compare(name: str, config: ModelConfig, plain: _Seen, found: _Seen, positions: np.ndarray) -> Error:

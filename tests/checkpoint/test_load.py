@@ -14,6 +14,8 @@ from glm52_jax import forward, load_params
 from glm52_jax.checkpoint import leaf_arrays
 from glm52_jax.checkpoint.load import load_with_report
 from glm52_jax.checkpoint.published import INDEX_FILE, SINGLE_FILE
+from glm52_jax.checkpoint.sources import open_checkpoint
+from glm52_jax.checkpoint.verify import verify
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.config import ModelConfig
 from glm52_jax.errors import InputError
@@ -322,6 +324,67 @@ def test_indexers_of_shared_layers_are_left_with_the_reason(plain: Folder, param
     }
     assert any("5 tensors are not used" in note for note in report.notes)
     assert any("1 tensor is not used" in note and "rope_theta" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("inner", ["shared_head.head.weight", "embed_tokens.weight"])
+@pytest.mark.parametrize("suffix", ["_scale_inv", "_scale"])
+@pytest.mark.parametrize("there", [False, True])
+def test_a_stray_scale_of_what_is_always_plain_is_left(fp8: Folder, params: dict[str, Any], inner, suffix, there):
+    """With its weight or without: it is ignored as the weight would be, and the rest is as before."""
+    before, name = load_params(fp8.path), f"model.layers.{MTP_LAYER}.{inner}"
+    fp8.put({name + suffix: np.ones((1, 2), np.float32)} | ({name: params["head"]} if there else {}))
+    loaded, report = load_with_report(fp8.path)
+    assert same({k: v for k, v in loaded.items() if k != "mtp"}, {k: v for k, v in before.items() if k != "mtp"})
+    assert report.ignored == {name + suffix: "it is a scale of a tensor that is always plain"}
+    assert not verify(open_checkpoint(fp8.path), open_checkpoint(fp8.path), quick=True).differences
+
+
+def test_stray_scales_of_what_is_not_used_are_left_with_it(fp8: Folder):
+    strays = {
+        "model.layers.2.self_attn.rotary_emb.inv_freq_scale_inv": np.ones(1, np.float32),
+        "model.layers.3.self_attn.indexer.wk.weight_scale_inv": np.ones((1, 2), np.float32),
+    }
+    before = load_params(fp8.path)
+    fp8.put(strays)
+    loaded, report = load_with_report(fp8.path)
+    assert same(loaded, before)
+    assert set(report.ignored) == set(strays)
+    # A folder without the MTP layer but for a scale that was left behind has none.
+    fp8.drop(lambda name: name.startswith(f"model.layers.{MTP_LAYER}."))
+    fp8.put({f"model.layers.{MTP_LAYER}.shared_head.head.weight_scale_inv": np.ones((1, 2), np.float32)})
+    assert "mtp" not in load_params(fp8.path)
+
+
+@pytest.mark.parametrize(
+    "entry", ["o_proj", "self_attn.o_proj", "self_attn.o_proj$", ".*o_proj$", "*.o_proj", "re:.*o_proj$"]
+)
+def test_exceptions_from_quantisation_by_any_name(fp8: Folder, params: dict[str, Any], entry: str):
+    """What is stored plain and excepted is loaded plain; what the entry does not mean stays in codes."""
+    plain = {name: np.asarray(values) for name, values in outputs(params).items()}
+    fp8.drop(lambda name: "o_proj" in name)
+    fp8.put(plain)
+    fp8.edit_json(lambda c: c | {"quantization_config": c["quantization_config"] | {"modules_to_not_convert": [entry]}})
+    loaded, report = load_with_report(fp8.path)
+    np.testing.assert_array_equal(loaded["attention"]["o"], params["attention"]["o"])
+    assert isinstance(loaded["attention"]["q_a"], BlockQuantized)
+    assert report.notes == ()
+
+
+def outputs(params: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The published tensors of the output projection."""
+    stack = params["attention"]["o"]
+    return {
+        f"model.layers.{layer}.self_attn.o_proj.weight": stack[layer].reshape(stack.shape[1], -1)
+        for layer in range(len(stack))
+    }
+
+
+def test_an_exception_that_means_nothing_is_named(fp8: Folder):
+    listed = ["lm_head", "model.layers.1.mlp.experts.7.up_proj", "self_attn.out_proj", "Linear"]
+    fp8.edit_json(lambda c: c | {"quantization_config": c["quantization_config"] | {"ignored_layers": listed[2:]}})
+    assert load_with_report(fp8.path)[1].notes == (
+        "quantization_config excepts 'self_attn.out_proj' and 1 more, which mean no tensor of this model",
+    )
 
 
 def test_a_scale_named_weight_scale_multiplies_too(fp8: Folder):

@@ -1,16 +1,21 @@
 """The generating commands as a user runs them."""
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+from glm52_jax.checkpoint.safetensors_file import SafetensorsFile, write_safetensors
 from glm52_jax.cli import glm52
 from glm52_jax.errors import InputError
 from glm52_jax.text import Tokenizer
-from infer.commands.session import stream_texts
+from infer.commands.session import Session, stream_texts
 from infer.generation import STOP, Generation, generate
 from tests.infer.conftest import CONFIG
 
@@ -59,6 +64,43 @@ def test_chat_reads_lines_and_answers(checkpoint: Path) -> None:
     assert result.stderr.count("prompt tokens") == 3
     assert "thinking off" in result.stderr
     assert "chat format: " in result.stderr
+
+
+@pytest.mark.parametrize("generation", [{"do_sample": False}, {"top_k": 1}, {"top_p": 0}, {"temperature": 0}])
+def test_chat_takes_the_likeliest_token_where_the_file_says_so(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generation: dict
+) -> None:
+    """An option wins over the file; what the file asks for is said."""
+    folder = tmp_path / "copy"
+    shutil.copytree(checkpoint, folder)
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.9} | generation))
+    asked = []
+
+    def seen(self: Session, prompts: list, count: int, **options: Any) -> None:
+        asked.append((options["temperature"], options["top_k"], options["top_p"]))
+        raise InputError("enough")
+
+    monkeypatch.setattr(Session, "generation", seen)
+    for options in ((), ("-t", "0.7", "--top-k", "5", "--top-p", "0.5")):
+        assert str(run("chat", str(folder), *options, stdin="hello\n").exception) == "enough"
+    assert asked[0][0] == 0.0
+    assert asked[1] == (0.7, 5, 0.5)
+
+
+@pytest.mark.parametrize("command", [("generate", "Hello"), ("chat",)], ids=lambda c: c[0])
+def test_a_weight_that_is_no_number_ends_the_command(checkpoint: Path, tmp_path: Path, command: tuple) -> None:
+    """With drafts too, and a chat does not wait for the next line."""
+    folder = tmp_path / "copy"
+    shutil.copytree(checkpoint, folder)
+    name, file = "model.layers.2.self_attn.o_proj.weight", folder / "model.safetensors"
+    opened = SafetensorsFile(file)
+    tensors = {name: np.array(opened.read(name)) for name in opened.entries}
+    tensors[name][3, 4] = np.nan
+    write_safetensors(file, {n: (t.dtype, t.shape) for n, t in tensors.items()}, tensors.items())
+    result = run(command[0], str(folder), *command[1:], "-n", "12", stdin="hello\nagain\n")
+    assert isinstance(result.exception, InputError)
+    assert str(result.exception).startswith("prompt 1: the model's output is NaN or infinite from position 0 on")
+    assert result.stdout == "\n"
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,8 @@ def test_the_draft_layers_cache_has_no_holes(config: ModelConfig, params: dict[s
         ({"draft_tokens": 8}, "draft_tokens is 8, expected an integer from 0 to 7"),
         ({"temperature": -1.0}, "temperature is -1.0, expected a number of at least 0"),
         ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_k": -1}, "top_k is -1, expected an integer of at least 0"),
+        ({"top_k": 1.5}, "top_k is 1.5, expected an integer of at least 0"),
         ({"top_p": 0.0}, "top_p is 0.0, expected a number above 0 and at most 1"),
         ({"seed": [1, 2]}, "seed has 2 entries for 1 prompts"),
         ({"seed": -1}, "seed is -1, expected an integer from 0"),

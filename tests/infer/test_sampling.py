@@ -37,6 +37,27 @@ def test_the_nucleus_is_the_smallest_that_reaches_top_p(logits: list[float], top
     np.testing.assert_allclose(found[kept], plain[kept] / plain[kept].sum(), rtol=1e-3)
 
 
+@settings(deadline=None, max_examples=20)
+@given(
+    st.lists(st.floats(-5, 5, width=32), min_size=8, max_size=8, unique=True),
+    st.integers(0, 10),
+    st.sampled_from([0.3, 0.8, 1.0]),
+)
+def test_the_nucleus_is_of_the_likeliest_k(logits: list[float], top_k: int, top_p: float) -> None:
+    """As transformers and vLLM do it: so many of the likeliest, and of these the smallest set that reaches top_p."""
+    how = Sampling.of(1, 1.0, top_p, [0], top_k)
+    found = np.asarray(jax.jit(probabilities)(jnp.array([logits], jnp.float32), how))[0]
+    plain = np.exp(np.array(logits, np.float64))
+    order = np.argsort(-np.float32(logits), kind="stable")[: top_k or None]
+    share = plain[order] / plain[order].sum()
+    before = np.cumsum(share) - share
+    assert not found[np.setdiff1d(np.arange(8), order)].any()
+    for rank, token in enumerate(order):
+        if abs(before[rank] - top_p) > 1e-5:
+            assert (found[token] > 0) == (before[rank] < top_p)
+    assert abs(found.sum() - 1) < 1e-5
+
+
 def test_temperature_zero_takes_the_lowest_of_the_likeliest() -> None:
     logits = jnp.array([[1.0, 3.0, 3.0, 0.0]])
     assert probabilities(logits, sampling(1, 0.0)).tolist() == [[0.0, 1.0, 0.0, 0.0]]

@@ -78,7 +78,7 @@ def test_json():
     assert found["published_tensors"] == 59_585
     assert found["files"] is None
     assert "operators" not in found
-    assert found == account(BUILT_IN["glm-5.2"], "glm-5.2").as_json() | {"files": None}
+    assert found == account(BUILT_IN["glm-5.2"], "glm-5.2").as_json() | {"notes": [], "files": None}
 
 
 def test_json_with_operators():
@@ -262,3 +262,23 @@ def test_ranges(layers, text):
 )
 def test_numbers_with_units(value, text):
     assert report.si(value, "B") == text
+
+
+def test_notes_on_the_config_and_its_sampling(folder: Path) -> None:
+    """A file that asks for one token, and fields that differ, are said and stop nothing."""
+    (folder / "generation_config.json").write_text(json.dumps({"top_p": 0, "min_p": 0.1}))
+    fields = TINY.to_dict() | {"index_topk_freq": 2, "index_skip_topk_offset": 1}
+    quantized = {"quant_method": "fp8", "weight_block_size": [128, 128], "ignored_layers": ["o_proj", "re:nothing$"]}
+    (folder / "config.json").write_text(json.dumps(fields | {"quantization_config": quantized}))
+    notes = json.loads(run(str(folder), "--json"))["notes"]
+    assert len(notes) == 4
+    for part in (
+        "indexer_types is taken",
+        "min_p is 0.1, which is not applied",
+        "top_p is 0, so the most likely token",
+        "quantization_config excepts 're:nothing$', which means no tensor of this model",
+    ):
+        assert sum(part in note for note in notes) == 1, part
+    text = " ".join(run(str(folder)).split())
+    assert "Note: " in text
+    assert "indexer_types is taken." in text
