@@ -380,10 +380,10 @@ def outputs(params: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def test_an_exception_that_means_nothing_is_named(fp8: Folder):
-    listed = ["lm_head", "model.layers.1.mlp.experts.7.up_proj", "self_attn.out_proj", "Linear"]
-    fp8.edit_json(lambda c: c | {"quantization_config": c["quantization_config"] | {"ignored_layers": listed[2:]}})
+    listed = ["lm_head", "re:.*mlp.experts.7.nothing", "mtp.0.enorm", "self_attn.indexer.k_norm.bias", "Linear"]
+    fp8.edit_json(lambda c: c["quantization_config"]["modules_to_not_convert"].extend(listed))
     assert load_with_report(fp8.path)[1].notes == (
-        "quantization_config excepts 'self_attn.out_proj' and 1 more, which mean no tensor of this model",
+        "quantization_config excepts 're:.*mlp.experts.7.nothing' and 2 more, which mean no tensor of this model",
     )
 
 
