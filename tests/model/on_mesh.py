@@ -20,6 +20,7 @@ from glm52_jax.block import Forms
 from glm52_jax.checkpoint.load import load_params
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.config import QuantizationConfig
+from glm52_jax.errors import InputError
 from glm52_jax.moe_form import DispatchForm
 from glm52_jax.placement import param_shardings
 from glm52_jax.row_formats import CacheFormat
@@ -109,7 +110,10 @@ def fp8_blocks() -> None:
 
 @named("generation")
 def generation() -> None:
-    """Greedy texts with and without drafts, sampled ones, and batches that the devices do not divide."""
+    """Greedy texts with and without drafts, sampled ones, and batches that the devices do not divide.
+
+    A weight that is NaN, on one of the devices, ends them all with a sentence.
+    """
     case = all_cases()["released_plan"]
     prompts = [row[real].tolist() for row, real in zip(case.tokens, case.real, strict=True)]
     expected = case.golden["greedy"].tolist()
@@ -121,6 +125,14 @@ def generation() -> None:
     for drafts in (0, 3):
         found = generate(params, case.config, prompts, len(expected[0]), 0.0, drafts, stop_ids=(), layout=layout)
         assert found == expected, (drafts, found, expected)
+        sharding = params["attention"]["o"].sharding
+        output = jax.device_put(params["attention"]["o"].at[3, 0, -1, 0].set(np.nan), sharding)
+        broken = params | {"attention": params["attention"] | {"o": output}}
+        try:
+            found = generate(broken, case.config, prompts, len(expected[0]), 0.0, drafts, stop_ids=(), layout=layout)
+        except InputError as error:
+            found = str(error)
+        assert str(found).startswith("prompt 1: the model's output is NaN or infinite from position 0 on"), found
     three = [*prompts, prompts[0][:3]]
     options: dict[str, Any] = {"temperature": 1.0, "seed": 7, "stop_ids": ()}
     one = generate(single, case.config, three, 6, **options)
