@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from glm52_jax.checkpoint.load import load_params
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.errors import InputError
 from glm52_jax.precision import measure
@@ -63,6 +64,20 @@ def test_nothing_rounded_is_no_error_and_padding_counts_for_nothing(folder: Path
     assert both["sets"] <= both["kept"] <= 1
     for key in ("layer", "logits", "sets", "kept", "top"):
         assert both[key] == pytest.approx(whole[key], rel=0.05), key
+
+
+@pytest.mark.usefixtures("two_forms")
+def test_a_yardstick_that_is_no_number_is_refused(folder: Path) -> None:
+    """Not figures that are NaN, which would not even be JSON; NaN under padding does not count."""
+    params = load_params(folder, dtype="float32")
+    tokens, mask = np.full((2, 20), 3), np.ones((2, 20), bool)
+    tokens[1, 7:], mask[1, 7:] = 95, False
+    embed = np.array(params["embed"])
+    embed[95] = np.nan
+    assert next(iter(measure.measure(params | {"embed": embed}, CONFIG, tokens, mask))).layer < 1e-6
+    embed[3, 1] = np.inf
+    with pytest.raises(InputError, match="the plain model's output is NaN or infinite, so there is no error to state"):
+        next(iter(measure.measure(params | {"embed": embed}, CONFIG, tokens, mask)))
 
 
 def test_the_table_has_every_form() -> None:
