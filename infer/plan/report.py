@@ -64,10 +64,10 @@ def _headline(plan: Plan) -> str:
     batch = f"batch {r['batch']:,}" + (f" ({r['sequences']:,} of them sequences)" if r["padding"] else "")
     other = ", rows exchanged in two halves" if r["halves"] else ""
     other += f", {r['kernels']} kernels" if r["kernels"] else ""
-    placed = f", placed: {r['placement']}" if r.get("placement") else ""
+    placed = f", placement {r['placement']}" if r.get("placement") else ""
     return (
-        f"{r['step']} on {r['topology']}: {r['devices']} devices, {r['layout']} ({sizes}{placed}), {batch}, context "
-        f"{short_length(r['context'])}{size}, weights {r['weights']}, cache {r['kv']}{other}"
+        f"{r['step']} on {r['topology']}: {r['devices']} devices, {r['layout']} ({sizes}), {batch}, context "
+        f"{short_length(r['context'])}{size}, weights {r['weights']}, cache {r['kv']}{other}{placed}"
     )
 
 
