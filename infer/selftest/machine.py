@@ -95,6 +95,10 @@ def shape_of(coordinates: list[Any]) -> tuple[int, ...]:
 
 
 def memory_limit(device: jax.Device) -> int | None:
-    """Bytes that the device lets programs use; None where it does not say."""
-    stats = device.memory_stats()
+    """Bytes that the device lets programs use; None where it does not say.
+
+    A device of another process tells only that one: one of this process's stands for it, since they are alike.
+    """
+    own = device.process_index == jax.process_index()
+    stats = (device if own else jax.local_devices()[0]).memory_stats()
     return stats.get("bytes_limit") if stats else None

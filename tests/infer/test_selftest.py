@@ -22,7 +22,7 @@ from infer.selftest.collectives import OPERATIONS, _stated, collectives
 from infer.selftest.environment import environment
 from infer.selftest.kernel_cases import CASES
 from infer.selftest.kernels import check_kernel, largest_difference, operations
-from infer.selftest.machine import Machine, shape_of
+from infer.selftest.machine import Machine, memory_limit, shape_of
 from infer.selftest.real_width import choose_size
 from infer.selftest.report import Report
 from infer.selftest.tiny_model import same
@@ -295,6 +295,12 @@ def test_rates_are_held_against_the_links_that_an_axis_has(
     made = Machine(layout, Mesh([Device(kind, place) for place in places], layout))
     assert made.chip is not None
     assert _stated(made, made.chip, axis)[0] == stated
+
+
+def test_memory_of_a_device_of_another_process_is_that_of_an_own_one() -> None:
+    """The first device of a mesh over several hosts is on one of them only, and JAX raises when another asks it."""
+    assert memory_limit(Device("TPU v5 lite", (0, 0, 0))) == CHIPS["v5e"].hbm_bytes
+    assert memory_limit(Device("TPU v5 lite", (0, 0, 0), process_index=1)) is None  # a CPU does not say
 
 
 def test_real_widths_are_as_large_as_the_memory_allows() -> None:
