@@ -29,7 +29,7 @@ from glm52_jax.primitives import Rotary, rms_norm, take
 from glm52_jax.row_formats import RowStack, is_rotated, parts_of
 from glm52_jax.selection import Selection
 from glm52_jax.spec import Stack, stack_layers
-from sharding.collectives import all_gather
+from sharding.collectives import after, all_gather
 from sharding.layout import SINGLE, Layout
 from sharding.ragged import resolve_transport
 
@@ -240,6 +240,8 @@ def _attention(
         return write_rows(stack, layer, values, cache.page_table, places.kept, making=rest, backend=forms.backend)
 
     latent = written(cache.latent, place.layer, projected.kv, latent_making(weights, config, rotary))
+    if layout.axes_of("tokens"):
+        normed = after(layout, normed, latent)
     cache = dataclasses.replace(cache, latent=latent)
 
     def own_selection(index_keys: RowStack, _: Selection) -> tuple[RowStack, Selection]:
@@ -265,6 +267,9 @@ def _attention(
         place.full, own_selection, lambda keys, last: (keys, last), cache.index_keys, selection
     )
     cache = dataclasses.replace(cache, index_keys=index_keys)
+    # What attention gathers, it gathers after the selection.
+    projected = projected._replace(q_nope=after(layout, projected.q_nope, selection))
+    places = dataclasses.replace(places, seen=after(layout, places.seen, selection))
     out = attend(
         weights,
         config,

@@ -18,7 +18,7 @@ from glm52_jax.kernels.router.api import Rule, choose_experts
 from glm52_jax.moe_dispatch import dispatch_experts
 from glm52_jax.moe_form import GATHER, DispatchForm
 from glm52_jax.primitives import linear, swiglu, take
-from sharding.collectives import all_gather
+from sharding.collectives import after, all_gather
 from sharding.layout import SINGLE, Layout
 
 
@@ -98,7 +98,9 @@ def moe(
     # A real token without experts has a NaN among its scores, which would not show in a sum over no experts.
     lost = real.reshape(-1) & (experts[:, 0] < 0)
     routed = jnp.where(lost[:, None], jnp.nan, routed)
-    shared = sharded_mlp(layout, flat, stack["shared_gate_up"], stack["shared_down"], layer, backend=backend)
+    shared = sharded_mlp(
+        layout, after(layout, flat, routed), stack["shared_gate_up"], stack["shared_down"], layer, backend=backend
+    )
     return (routed + shared.astype(jnp.float32)).astype(x.dtype).reshape(x.shape), experts
 
 

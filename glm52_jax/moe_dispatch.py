@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from glm52_jax.kernels.experts.api import routed_experts
 from glm52_jax.moe_form import GATHER, DispatchForm, Hop, axes_of_dispatch, hops
 from glm52_jax.quant import BlockQuantized, Weight
-from sharding.collectives import all_gather, index, own_part, pmax, psum, psum_scatter
+from sharding.collectives import after, all_gather, index, own_part, pmax, psum, psum_scatter
 from sharding.layout import Layout
 from sharding.ragged import as_pieces, as_rows, exchange, round_windows, rounds_needed, rows_to_send, unwritten
 
@@ -155,7 +155,7 @@ def _travel(
 
     def one_round(state: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
         number, results = state
-        after = []
+        back: list[jax.Array] = []
         for trip, outgoing, result in zip(trips, sent, results, strict=True):
 
             def ahead(
@@ -163,8 +163,10 @@ def _travel(
             ) -> jax.Array:
                 return _travel(layout, [rest], [(x, experts, gates)], compute, transport)[0]
 
-            after.append(_round(trip[0], outgoing, number, result, ahead, transport))
-        return number + 1, after
+            if back and trip[1:]:  # a further hop has a loop of its own
+                outgoing = outgoing._replace(rows=after(layout, outgoing.rows, back[-1]))
+            back.append(_round(trip[0], outgoing, number, result, ahead, transport))
+        return number + 1, back
 
     room = [unwritten((trip[0].sends, 1, parts[0][0].shape[1]), jnp.float32) for trip in trips]
     _, results = jax.lax.while_loop(lambda state: state[0] < rounds, one_round, (jnp.int32(0), room))

@@ -21,7 +21,7 @@ from glm52_jax.config import ModelConfig
 from glm52_jax.divided import joined, summed
 from glm52_jax.primitives import Rotary, linear, rms_norm
 from glm52_jax.selection import Selection
-from sharding.collectives import index
+from sharding.collectives import after, index
 from sharding.layout import SINGLE, Layout
 
 
@@ -49,6 +49,7 @@ def advance(
         selection that was used.
     """
     weights = params["mtp"]
+    next_tokens, positions = after(forms.layout, (next_tokens, positions), hidden)
     embedding = embed(weights.get("embed", params["embed"]), next_tokens, hidden.dtype, forms.layout)
     x = jnp.concatenate(
         [

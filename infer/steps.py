@@ -34,7 +34,7 @@ from infer.finite import NOWHERE, finite, marked
 from infer.sampling import Sampling, next_token
 from infer.speculative import MAX_DRAFT_TOKENS, Window, accept, draft
 from sharding import hosts
-from sharding.collectives import all_gather, index, psum
+from sharding.collectives import after, all_gather, index, psum
 from sharding.layout import SINGLE, Layout
 from sharding.ragged import OVERLAP_OPTIONS
 
@@ -351,6 +351,7 @@ class StepProvider:
         forms = self._forms(self.chunk, layout)
         hidden, cache, _ = extend(params, self._cached, tokens, positions, state.cache, forms)
         ended = last >= 0
+        positions, last = after(layout, (positions, last), hidden)
         # One of the devices along `tokens` has the last token of a prompt; the others add zero.
         column = jnp.maximum(last, 0) - index(layout, layout.axes_of("tokens")) * width
         mine = (column >= 0) & (column < width)
@@ -368,6 +369,7 @@ class StepProvider:
         window = state.window
         if window is not None:
             known = jnp.where(next_tokens >= 0, positions, -1)
+            next_tokens, known = after(layout, (next_tokens, known), token)
             _, cache, _ = mtp.advance(params, self._cached, hidden, next_tokens, known, cache, forms)
             window = Window(
                 hidden=jnp.where(ended[:, None, None], window.hidden.at[:, :1].set(final), window.hidden),

@@ -6,6 +6,7 @@ Axes of size one are left out, so that the same function also runs outside of a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from sharding.layout import Layout
 
 Axes = str | Sequence[str]
+Tree = TypeVar("Tree")
 
 
 def live(layout: Layout, axes: Axes) -> tuple[str, ...]:
@@ -67,3 +69,26 @@ def all_to_all(layout: Layout, x: jax.Array, axes: Axes) -> jax.Array:
     """
     there = live(layout, axes)
     return jax.lax.all_to_all(x, there, 0, 0, tiled=True) if there else jnp.asarray(x)
+
+
+def after(layout: Layout, x: Tree, first: Any) -> Tree:
+    """`x`, on CPUs not before `first` is there.
+
+    XLA for CPUs knows collectives of one kind and group by one key, and keeps only those in order that are in one
+    computation: one inside of a loop or a branch may run beside one outside of it that does not depend on it, be taken
+    for it, or wait for a thread that it has (jaxlib 0.10). So what is outside is made to depend on what is inside, or
+    the other way round. Elsewhere the compiler keeps the order, and may overlap them.
+
+    Args:
+        x: arrays that a collective is made of, or what a loop or a branch with collectives begins with.
+        first: arrays, of which the first is waited for.
+    """
+    if layout.devices == 1:
+        return x
+
+    def tied(x: Tree, value: jax.Array) -> Tree:
+        # True for every value, which the compiler does not see.
+        true = (value.reshape(-1)[0].astype(jnp.int32) | 1) != 0
+        return jax.tree.map(lambda array: jnp.where(true, array, jnp.zeros((), array.dtype)), x)
+
+    return jax.lax.platform_dependent(x, jax.tree.leaves(first)[0], cpu=tied, default=lambda x, _: x)

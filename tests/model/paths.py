@@ -17,6 +17,7 @@ from glm52_jax.block import Forms
 from glm52_jax.cache import Cache
 from glm52_jax.config import ModelConfig
 from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
+from sharding.collectives import after
 from sharding.layout import SINGLE, Layout
 from tests.model.cases import Case, Run, sparse_layers
 
@@ -41,6 +42,7 @@ def one_step(
     if "mtp" in params:
         state, cache, selection = mtp.advance(params, config, hidden, following, positions, cache, forms)
         logits = mtp.logits(params, state, forms.layout)
+        hidden = after(forms.layout, hidden, logits)
     return Seen(model.head(params, hidden, forms.layout), hidden, layers, state, logits, selection), cache
 
 

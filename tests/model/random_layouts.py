@@ -218,6 +218,10 @@ ONCE_WRONG = (
 )
 
 
+# Collectives beside each other in a branch and outside of it once stopped this one, see `collectives.after`.
+ONCE_STOPPED = Trial(_on(1, 4, 2, batch=(), heads=(), vocab=("expert",)), size=16)
+
+
 def quick_trials() -> list[Trial]:
     """Walks alone, of the smaller model: the rules that were wrong, and the first draws of a seed."""
     drawn = [dataclasses.replace(draw(seed), weights="plain", kv="plain") for seed in range(QUICK_DRAWS)]
@@ -229,6 +233,9 @@ def run(trials: list[Trial], *, say: bool = False) -> int:
     refused = wrong = right = 0
     start = time.time()
     for number, trial in enumerate(trials):
+        if say and number % 10 == 0:
+            jax.clear_caches()  # thousands of programs would fill the memory
+            print(f"... {number} drawn, {right} equal, {refused} refused, {time.time() - start:.0f} s", flush=True)
         if trial.refusal() is not None:
             refused += 1
             continue
@@ -239,10 +246,6 @@ def run(trials: list[Trial], *, say: bool = False) -> int:
         wrong, right = wrong + bool(problems), right + (not problems)
         if problems:
             print(f"WRONG {trial.layout.name} {trial.words}: {'; '.join(problems)}", flush=True)
-        if number % 10 == 9:
-            jax.clear_caches()  # thousands of programs would fill the memory
-        if say and number % 10 == 9:
-            print(f"... {number + 1} drawn, {right} equal, {refused} refused, {time.time() - start:.0f} s", flush=True)
     if say:
         print(f"{len(trials)} layouts: {right} equal, {refused} refused, {wrong} wrong", flush=True)
     return wrong
@@ -259,7 +262,8 @@ def main() -> None:
     numbers = range(asked.first, asked.count) if asked.only is None else [asked.only]
     # Compilation takes nearly all of the time.
     jax.config.update("jax_disable_most_optimizations", True)
-    sys.exit(bool(run([draw(asked.seed * 100_000 + number) for number in numbers], say=True)))
+    known = [ONCE_STOPPED] if asked.only is None and not asked.first else []
+    sys.exit(bool(run([*known, *(draw(asked.seed * 100_000 + number) for number in numbers)], say=True)))
 
 
 if __name__ == "__main__":
