@@ -12,6 +12,7 @@ import errno
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Collection, Generator, Iterable
 from pathlib import Path
 from typing import BinaryIO
@@ -97,6 +98,42 @@ def reading(place: Path) -> Generator[None]:
         yield
     except OSError as error:
         raise InputError(f"{place}: {dead_link(place) or f'cannot be read ({error.strerror or error})'}") from None
+
+
+def check_file(path: Path) -> None:
+    """Refuses a file that could not be written, before the work whose result it is to hold.
+
+    Raises:
+        InputError: it is a folder, or the system does not let it be written; a file that is there stays as it is.
+    """
+    with writing(path):
+        if path.is_dir():
+            raise InputError(f"{path}: is a folder, expected the name of a file")
+        if not path.is_file():
+            if path.exists():  # a device or a pipe
+                return
+            part = path.with_name(f"{path.name}.{os.getpid()}")
+            with part.open("xb"):
+                pass
+            part.unlink()
+            return
+        with path.open("r+b"):
+            pass
+
+
+def check_folder(path: Path) -> None:
+    """Makes a folder for results, and refuses one that nothing could be written to, before there are any.
+
+    Raises:
+        InputError: it cannot be made, is a file, or the system lets no file be made there.
+    """
+    with writing(path):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise InputError(f"{path}: is a file, expected a folder") from None
+        with tempfile.TemporaryFile(dir=path):
+            pass
 
 
 @contextlib.contextmanager

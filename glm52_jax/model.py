@@ -24,6 +24,7 @@ from glm52_jax.primitives import Rotary, rms_norm
 from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
 from glm52_jax.selection import Selection
 from glm52_jax.user_values import token_batch
+from sharding.jax_settings import under_own_settings
 from sharding.layout import SINGLE, Layout
 
 Params = dict[str, Any]
@@ -114,6 +115,7 @@ def compute_dtype(params: Params) -> jnp.dtype:
     return params["embed"].dtype
 
 
+@under_own_settings
 def forward(
     params: Params,
     config: ModelConfig,
@@ -144,6 +146,7 @@ def forward(
     return _forward(params, config, tokens, mask, forms or _best_forms(params, config, tokens, form), form)
 
 
+@under_own_settings
 def trace(
     params: Params,
     config: ModelConfig,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from glm52_jax.config import ModelConfig
 from glm52_jax.quant import FLOAT8, BlockQuantized
 from glm52_jax.spec import Param, parameters
+from sharding.jax_settings import under_own_settings
 
 
 def build(config: ModelConfig, make: Callable[[Param], Any]) -> dict[str, Any]:
@@ -66,6 +67,7 @@ def abstract_params(config: ModelConfig, *, dtype: Any = None) -> dict[str, Any]
     return build(config, make)
 
 
+@under_own_settings
 def init_params(config: ModelConfig, key: jax.Array, *, dtype: Any = None) -> dict[str, Any]:
     """Random weights: normal with `initializer_range`, norms one, biases zero.
 

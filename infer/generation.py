@@ -23,6 +23,7 @@ from infer.finite import check_choosing, refuse_marked
 from infer.sampling import Sampling
 from infer.speculative import MAX_DRAFT_TOKENS
 from infer.steps import StepProvider
+from sharding.jax_settings import under_own_settings
 from sharding.layout import SINGLE, Layout
 
 CHUNK = 512
@@ -138,6 +139,7 @@ class Generation:
         reasons: why each row ended, "stop" or "length"; None while it runs.
     """
 
+    @under_own_settings
     def __init__(
         self,
         params: dict[str, Any],
@@ -188,6 +190,7 @@ class Generation:
         self._made = [0] * len(self.prompts)
         self._timed: set[str] = set()
 
+    @under_own_settings
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         if not len(self.prompts) or not self.max_new_tokens:
             self.reasons = [LENGTH] * len(self.prompts)

@@ -199,6 +199,10 @@ def verify(target: Path, source: str, quick: bool, layers: str | None, tokens: i
         raise InputError("--quick and --layers are given, expected one of them")
     numbers = _layers(layers)
     console = screen(stderr=True, soft_wrap=True)
+    if numbers is not None:
+        from sharding.jax_settings import start_devices
+
+        start_devices()
     quick = quick or numbers is not None
     with opened(source) as checkpoint, progressing(console, "verifying") as meter:
         found = open_checkpoint(target)

@@ -21,6 +21,7 @@ from glm52_jax.checkpoint.sizes import short_size
 from glm52_jax.checkpoint.sources import Checkpoint
 from glm52_jax.config import SHARED, SPARSE, ModelConfig
 from glm52_jax.errors import InputError
+from sharding.jax_settings import under_own_settings
 
 if TYPE_CHECKING:
     from glm52_jax.checkpoint.layer_reference import Reference
@@ -151,6 +152,7 @@ def plan(
     return Plan(target, contents, source, source_config, numbers, tuple(layers), tuple(notes))
 
 
+@under_own_settings
 def compare(
     planned: Plan, *, backend: str | None = None, said: Callable[[str], None] = lambda _: None
 ) -> Iterator[list[Finding]]:

@@ -31,6 +31,7 @@ from glm52_jax.params import build
 from glm52_jax.placement import param_shardings
 from glm52_jax.quant import BlockQuantized
 from glm52_jax.spec import Param
+from sharding.jax_settings import under_own_settings
 from sharding.layout import Layout
 
 MARGIN_BYTES = 256 * 2**20
@@ -101,6 +102,7 @@ def load_params(
     return load_with_report(path, config, dtype=dtype, fp8=fp8, layout=layout, shardings=shardings)[0]
 
 
+@under_own_settings
 def load_with_report(
     path: str | Path,
     config: ModelConfig | None = None,

@@ -21,10 +21,12 @@ from glm52_jax.errors import InputError
 from glm52_jax.files import is_there, reading, whole_file, writing
 from glm52_jax.quant import BlockQuantized, dequantize_blocks, quantize_blocks
 from glm52_jax.spec import Param, Stack, Tensor, parameters
+from sharding.jax_settings import under_own_settings
 
 Params = dict[str, Any]
 
 
+@under_own_settings
 def write_checkpoint(
     folder: str | Path,
     config: ModelConfig,

@@ -60,6 +60,9 @@ def precision(
             given[folder] = config, *_from_file(folder, config, token_file)
         else:
             given[folder] = config, *_random(config, length, seed)
+    from sharding.jax_settings import start_devices
+
+    start_devices()
     results = {str(folder): _measured(folder, *texts, as_json) for folder, texts in given.items()}
     if as_json:
         rows = {name: [dataclasses.asdict(error) for error in errors] for name, errors in results.items()}

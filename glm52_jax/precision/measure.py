@@ -29,6 +29,7 @@ from glm52_jax.errors import InputError
 from glm52_jax.model import Params, head
 from glm52_jax.primitives import Rotary, rms_norm
 from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
+from sharding.jax_settings import under_own_settings
 from sharding.layout import SINGLE
 
 BLOCK = (128, 128)
@@ -92,6 +93,7 @@ def forms(scales: tuple[float, ...], *, rotation: bool) -> list[Form]:
     ]
 
 
+@under_own_settings
 def measure(params: Params, config: ModelConfig, tokens: np.ndarray, mask: np.ndarray) -> Iterator[Error]:
     """Yields a row of the table after another.
 

@@ -33,6 +33,7 @@ from glm52_jax.text import ChatFormat, Tokenizer, write_byte_tokenizer
 from glm52_jax.user_values import SEED
 from infer.commands.session import figures_line
 from infer.generation import Generation, generate
+from sharding.jax_settings import start_devices
 
 PROMPT = "A mixture of experts sends each token to a few of its experts, and sparse attention reads a few positions."
 NEW_TOKENS = 32
@@ -50,6 +51,7 @@ def demo(folder: Path | None, seed: int) -> None:
     console = screen(soft_wrap=True)
     if folder is not None and folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
         raise InputError(f"{folder}: already there and not empty; the demo writes to a new folder")
+    start_devices()
     place = folder or Path(tempfile.mkdtemp(prefix="glm52-demo-"))
     try:
         _run(console, place, seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import click
 
 from glm52_jax.errors import InputError
+from glm52_jax.files import check_folder
 from glm52_jax.row_formats import CACHE_FORMATS
 from glm52_jax.streams import read_all
 from infer.commands.on_hosts import on_hosts
@@ -94,11 +94,9 @@ def _check_profile(folder: Path | None) -> None:
     if folder is None:
         return
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--profile {folder}: cannot be made ({error.strerror})") from None
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise InputError(f"--profile {folder}: cannot be written to, expected a folder for the trace")
+        check_folder(folder)
+    except InputError as error:
+        raise InputError(f"--profile {error}") from None
 
 
 def _traced(folder: Path | None) -> AbstractContextManager[Any]:

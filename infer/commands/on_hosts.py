@@ -21,6 +21,7 @@ from glm52_jax.params import abstract_params
 from glm52_jax.placement import param_specs
 from glm52_jax.streams import writer
 from sharding.hosts import SILENCE_SECONDS, START_SECONDS, Hosts, join
+from sharding.jax_settings import own_settings, start_devices
 from sharding.layout import SINGLE, Layout
 from sharding.presets import read_layouts
 
@@ -57,7 +58,8 @@ def on_hosts(command: Callable[..., Any]) -> Callable[..., Any]:
             start_seconds=start_timeout,
             silence_seconds=host_timeout,
         )
-        with hosts:
+        with hosts, own_settings():
+            start_devices()
             if hosts.processes > 1 and jax.default_backend() == "cpu":
                 only_our_output()
             return command(**options, hosts=hosts)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from glm52_jax.errors import InputError
-from glm52_jax.files import whole_file, writing
+from glm52_jax.files import check_file, whole_file, writing
 from infer.plan.plan import Plan
 from sharding.chips import GIB
 
@@ -26,14 +24,7 @@ def check(path: Path) -> None:
         raise InputError("--plot needs matplotlib: pip install 'glm52-jax[plan]'")
     if path.suffix.lower() not in FORMATS:
         raise InputError(f"--plot {path}: the name ends in {path.suffix!r}, expected one of {', '.join(FORMATS)}")
-    with writing(path):
-        if path.is_dir():
-            raise InputError(f"--plot {path} is a folder, expected the name of a file")
-        if path.exists() and not os.access(path, os.W_OK):
-            raise InputError(f"--plot {path}: cannot be written, Permission denied")
-        os.stat(path.parent)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
+    check_file(path)
 
 
 def draw(path: Path, plans: Sequence[Plan]) -> None:

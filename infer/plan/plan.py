@@ -18,6 +18,7 @@ from glm52_jax.params import abstract_params
 from infer.plan.account import Account
 from infer.plan.floors import Floor, collectives, floors
 from infer.plan.request import Request, accounted, described, request
+from sharding.jax_settings import under_own_settings
 from sharding.layout import Layout
 
 LARGE = 64 * 10**6
@@ -77,6 +78,7 @@ class Plan:
         return cls(**raw | {"account": Account(**raw["account"]), "floors": [Floor(**f) for f in raw["floors"]]})
 
 
+@under_own_settings
 def compile_plan(asked: Request) -> Plan:
     """Compiles the step of a request.
 

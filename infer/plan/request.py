@@ -18,6 +18,7 @@ from glm52_jax.user_values import number, whole_number
 from infer.plan.account import Account, account, parameter_bytes
 from infer.speculative import MAX_DRAFT_TOKENS
 from infer.steps import StepProvider
+from sharding.jax_settings import under_own_settings
 from sharding.layout import Layout
 from sharding.presets import PRESETS, read_layouts
 from sharding.topology import Topology
@@ -121,6 +122,7 @@ def cache_format(kv: str) -> CacheFormat:
     return CACHE_FORMATS[kv]
 
 
+@under_own_settings
 def request(
     config: ModelConfig,
     topology: str | Topology,

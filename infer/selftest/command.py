@@ -20,6 +20,7 @@ from infer.selftest.checks import FAIL, PASS, SKIP, Section, run_sections
 from infer.selftest.report import DEFAULT_NAME, Report, checked_path, line
 from infer.selftest.together import agreed
 from sharding.hosts import ALONE, Hosts
+from sharding.jax_settings import under_own_settings
 
 DEFAULT_LAYOUT = "throughput"
 _STYLES = {PASS: "green", FAIL: "bold red", SKIP: "yellow"}
@@ -52,7 +53,7 @@ def on_cpu_devices(command: Callable[..., bool]) -> Callable[..., None]:
 )
 @click.option("--quick", is_flag=True, help="Leave out the layers of real width, and a check or two of the tiny model.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON; progress goes to standard error.")
-@click.option("--cpu-devices", type=click.IntRange(1), metavar="N", help="Run on the CPU, as N devices.")
+@click.option("--cpu-devices", type=click.IntRange(1, 1024), metavar="N", help="Run on the CPU, as N devices.")
 @on_cpu_devices
 @on_hosts
 def selftest(
@@ -95,6 +96,7 @@ def sections(machine: Any) -> Mapping[str, Section]:
     return {section.__name__.replace("_", " "): functools.partial(section, machine) for section in found}
 
 
+@under_own_settings
 def run(
     checks: Mapping[str, Section], report: Report, path: Path | None, console: Console, hosts: Hosts = ALONE
 ) -> Report:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from glm52_jax.errors import InputError
-from glm52_jax.files import is_there, reading, whole_file, writing
+from glm52_jax.files import check_file, is_there, reading, whole_file, writing
 from infer.selftest.checks import FAIL, PASS, SKIP, Outcome
 
 DEFAULT_NAME = "glm52-selftest.json"
@@ -107,7 +107,11 @@ def checked_path(path: Path) -> Path:
             begin = path.read_bytes()[:100].decode(errors="replace")
         if not begin.startswith(_BEGINS[path.suffix]):
             raise InputError(f"--report {path}: is there already and is no report of a selftest; give another name")
-        return path.resolve()
+        path = path.resolve()
+    try:
+        check_file(path)
+    except InputError as error:
+        raise InputError(f"--report {error}") from None
     return path
 
 
