@@ -4,7 +4,8 @@
 
 draws 300 layouts, of which some are refused, and prints a line for each that differs and one with the counts. A trial
 compares logits, hidden states, selections and experts of a walk through the cache, then greedy texts of `generate`.
-`--first N` leaves out the first N draws, `--only N` takes one. A few quick ones are among the checks of `on_mesh`.
+`--first N` leaves out the first N draws, `--only N` takes one, `--walks` is the walk alone with a smaller model, in a
+fifth of the time. A few of these are among the checks of `on_mesh`.
 """
 
 import argparse
@@ -258,12 +259,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--only", type=int)
+    parser.add_argument("--walks", action="store_true")
     asked = parser.parse_args()
     numbers = range(asked.first, asked.count) if asked.only is None else [asked.only]
     # Compilation takes nearly all of the time.
     jax.config.update("jax_disable_most_optimizations", True)
-    known = [ONCE_STOPPED] if asked.only is None and not asked.first else []
-    sys.exit(bool(run([*known, *(draw(asked.seed * 100_000 + number) for number in numbers)], say=True)))
+    trials = [draw(asked.seed * 100_000 + number) for number in numbers]
+    if asked.walks:
+        trials = [dataclasses.replace(trial, quick=True) for trial in trials]
+    elif asked.only is None and not asked.first:
+        trials.insert(0, ONCE_STOPPED)
+    sys.exit(bool(run(trials, say=True)))
 
 
 if __name__ == "__main__":
