@@ -76,6 +76,7 @@ test-313: $(VENV313)/.test  ## a part of the tests on Python 3.13 with the newes
 
 trials: $(VENV)/.test  ## long loops of chance: kills of conversions, random layouts
 	$(ON_CPU) $(BIN)/python -m pytest -q -n 0 -s -m trials --durations=0
+	$(ON_CPU) $(BIN)/python -m tests.model.random_layouts --count 400 --seed $(SAMPLE)
 
 lint: $(VENV)/.lint  ## formatter, linter, import rules, type checker
 	$(BIN)/ruff format --check .

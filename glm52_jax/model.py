@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -85,6 +86,8 @@ def extend(
     Returns:
         Hidden states after the final norm `[batch, tokens, embed]`, the cache with the chunk in it, the trace.
     """
+    chex.assert_rank(tokens, 2)
+    chex.assert_equal_shape((tokens, positions))
     x = mtp.embed(params["embed"], tokens, compute_dtype(params), forms.layout)
     places = Places.of(forms.layout, cache, positions)
     rotary = Rotary.at(positions, config.qk_rope_head_dim, config.rope_theta)

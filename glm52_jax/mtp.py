@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -48,6 +49,9 @@ def advance(
         The layer's output after its final norm `[batch, tokens, embed]`, the cache with this layer's rows, and the
         selection that was used.
     """
+    chex.assert_rank(hidden, 3)
+    chex.assert_equal_shape((next_tokens, positions))
+    chex.assert_equal_shape_prefix((hidden, positions), 2)
     weights = params["mtp"]
     next_tokens, positions = after(forms.layout, (next_tokens, positions), hidden)
     embedding = embed(weights.get("embed", params["embed"]), next_tokens, hidden.dtype, forms.layout)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -283,17 +284,30 @@ class StepProvider:
     def _function(self, method: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
         """The step; on a mesh it runs on all shards, with collectives where it says so and nowhere else."""
         if self.mesh is None:
-            return getattr(self, method)
+            return self._keeping_the_state(method)
         results = {"_prefill": 1, "_decode": 1, "_verify": 2}[method]
 
         def run(params: dict[str, Any], state: State, *rest: Any) -> Any:
             return jax.shard_map(
-                getattr(self, method),
+                self._keeping_the_state(method),
                 mesh=self.mesh,
                 in_specs=self._specs(method, params, arguments),
                 out_specs=(self.state_specs(), *[PartitionSpec()] * results),
                 check_vma=False,
             )(params, state, *rest)
+
+        return run
+
+    def _keeping_the_state(self, method: str) -> Callable[..., Any]:
+        """One device's step; the state that it returns has the shapes and types of the one that it is given.
+
+        With others its buffers could not be reused, and the next step would be compiled anew.
+        """
+
+        def run(params: dict[str, Any], state: State, *rest: Any) -> Any:
+            results = getattr(self, method)(params, state, *rest)
+            chex.assert_trees_all_equal_shapes_and_dtypes(results[0], state)
+            return results
 
         return run
 

@@ -35,6 +35,7 @@ from glm52_jax.errors import InputError
 from glm52_jax.spec import Param, Stack
 from tests.checkpoint.builders import EXPERTS, FP8, flat, random_params, small_config
 from tests.checkpoint.conversions import contents, run_convert
+from tests.trees import assert_same
 
 RULES = {
     "experts": "expert",
@@ -103,14 +104,6 @@ def columns(mesh: Mesh) -> Callable[[Param], NamedSharding]:
     return sharding
 
 
-def same(found: Any, expected: Any) -> None:
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    pairs = zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True)
-    for (path, a), b in pairs:
-        assert (a.dtype, a.shape) == (b.dtype, b.shape), path
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), path
-
-
 @contextlib.contextmanager
 def changed(owner: Any, **values: Any) -> Iterator[None]:
     before = {name: getattr(owner, name) for name in values}
@@ -169,7 +162,7 @@ def published_shards_equal_the_whole(folder: Path) -> None:
         whole = load_params(folder / kind, **keywords)
         for shape in MESHES:
             found = load_params(folder / kind, **keywords, shardings=by_rules(mesh(*shape)))
-            same(found, whole)
+            assert_same(found, whole)
             no_more_than_its_part(found, mesh(*shape))
 
 
@@ -179,7 +172,7 @@ def converted_shards_equal_the_whole(folder: Path) -> None:
         whole = load_params(folder / kind, **KINDS[kind])
         for shape in ((1, 1), (2, 1), (2, 2), (2, 4)):
             rules = by_rules(mesh(*shape))
-            same(load_params(folder / f"{kind}-converted", **KINDS[kind], shardings=rules), whole)
+            assert_same(load_params(folder / f"{kind}-converted", **KINDS[kind], shardings=rules), whole)
 
 
 @check
@@ -187,7 +180,7 @@ def dequantized_shards_equal_the_whole(folder: Path) -> None:
     for kind in ("fp8", "coarse"):  # in the coarse one a head of kv_b begins in the middle of a block
         whole = load_params(folder / kind, fp8="dequantize")
         for shardings in (by_rules(mesh(2, 4)), columns(mesh(1, 8))):
-            same(load_params(folder / kind, fp8="dequantize", shardings=shardings), whole)
+            assert_same(load_params(folder / kind, fp8="dequantize", shardings=shardings), whole)
 
 
 @check
@@ -195,7 +188,7 @@ def stages_equal_the_whole(folder: Path) -> None:
     for kind, shape in (("plain", None), ("fp8", (2, 2))):
         whole = load_params(folder / kind)
         with in_stages():
-            same(load_params(folder / kind, shardings=shape and by_rules(mesh(*shape))), whole)
+            assert_same(load_params(folder / kind, shardings=shape and by_rules(mesh(*shape))), whole)
 
 
 @check
@@ -215,7 +208,7 @@ def one_device_may_be_another_than_the_default(folder: Path) -> None:
     device = jax.devices()[5]
     for kind in ("plain", "fp8"):
         whole, found = (load_params(folder / kind, shardings=s) for s in (None, lambda _: SingleDeviceSharding(device)))
-        same(found, whole)
+        assert_same(found, whole)
         assert {d for leaf in jax.tree.leaves(found) for d in leaf.devices()} == {device}
     assert not any(leaf.committed for leaf in jax.tree.leaves(whole))
 
@@ -306,7 +299,7 @@ def orbax_takes_parameters_from_any_number_of_devices_to_any_other(folder: Path)
                 checkpointer.save(path, trees[saved])
                 checkpointer.wait_until_finished()
             found = checkpointer.restore(path, jax.tree.map(ocp.utils.to_shape_dtype_struct, trees[restored]))
-            same(found, trees[1])
+            assert_same(found, trees[1])
             shardings = [[a.sharding for a in jax.tree.leaves(tree)] for tree in (found, trees[restored])]
             assert shardings[0] == shardings[1]
 

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -21,6 +20,7 @@ from glm52_jax.errors import InputError
 from tests import needs
 from tests.checkpoint.builders import EXPERTS, MTP_LAYER, Folder, random_params, small_config
 from tests.checkpoint.conversions import contents, run_convert, run_export, tensors
+from tests.trees import assert_same
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +92,7 @@ def test_experts_can_be_fused(bf16_folder: Folder, fp8_folder: Folder, tmp_path:
         run_export(tmp_path / "fp8", tmp_path / "no", fused=True)
     run_export(tmp_path / "fp8", tmp_path / "yes", fused=True, dtype="bfloat16")
     expected = load_params(fp8_folder.path, dtype="bfloat16", fp8="dequantize")
-    same = jax.tree.map(np.array_equal, load_params(tmp_path / "yes"), expected)
-    assert all(jax.tree.leaves(same))
+    assert_same(load_params(tmp_path / "yes"), expected)
 
 
 def test_a_published_folder_can_be_written_anew(plain_folder: Folder, tmp_path: Path):

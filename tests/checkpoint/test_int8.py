@@ -4,7 +4,6 @@ import dataclasses
 import json
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ from glm52_jax.errors import InputError
 from glm52_jax.quant import BlockQuantized, dequantize_blocks, quantize_blocks
 from tests.checkpoint.builders import Folder
 from tests.checkpoint.conversions import run_convert, run_export
+from tests.trees import assert_same
 
 
 @given(
@@ -94,7 +94,7 @@ def test_fp8_becomes_int8_by_way_of_its_values(tmp_path: Path, fp8_folder: Folde
     )
     write_checkpoint(tmp_path / "written", stored, plain)
     one, two = load_params(tmp_path / "c", dtype="float32"), load_params(tmp_path / "written", dtype="float32")
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), one, two))
+    assert_same(one, two)
 
 
 def test_the_published_layout_and_back(tmp_path: Path, int8: Path) -> None:
@@ -102,7 +102,7 @@ def test_the_published_layout_and_back(tmp_path: Path, int8: Path) -> None:
     report = verify(open_checkpoint(tmp_path / "out"), open_checkpoint(int8))
     assert not report.differences
     one, two = load_params(tmp_path / "out"), load_params(int8)
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), one, two))
+    assert_same(one, two)
     params, report = load_with_report(tmp_path / "out", fp8="dequantize")
     assert not isinstance(params["moe"]["down"], BlockQuantized)
     assert report.notes == ()

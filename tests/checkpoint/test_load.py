@@ -21,6 +21,7 @@ from glm52_jax.config import ModelConfig
 from glm52_jax.errors import InputError
 from glm52_jax.quant import BlockQuantized, dequantize_blocks
 from tests.checkpoint.builders import EXPERTS, FP8, LAYERS, MTP_LAYER, Folder, flat, random_params, small_config
+from tests.trees import assert_same
 
 TOKENS = np.arange(2, 26)[None]  # three times index_topk
 HEADS, NOPE, VALUE = 4, 24, 32
@@ -100,15 +101,6 @@ def opened(leaf: Any) -> np.ndarray:
     return values.reshape(*values.shape[:-2], *leaf.view)
 
 
-def same(a: Any, b: Any) -> bool:
-    """Whether two trees have equal leaves, in type and to the bit."""
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all(
-        x.dtype == y.dtype and np.array_equal(np.asarray(x).view(np.uint8), np.asarray(y).view(np.uint8))
-        for x, y in pairs
-    )
-
-
 @pytest.mark.parametrize("shard_bytes", [None, 100_000], ids=["one file", "shards"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_what_was_written_is_loaded(tmp_path: Path, dtype: str, shard_bytes: int | None):
@@ -116,7 +108,7 @@ def test_what_was_written_is_loaded(tmp_path: Path, dtype: str, shard_bytes: int
     params = random_params(config)
     write_checkpoint(tmp_path / "c", config, params, shard_bytes=shard_bytes)
     loaded, report = load_with_report(tmp_path / "c")
-    assert same(loaded, params)
+    assert_same(loaded, params)
     assert (report.notes, report.ignored) == ((), {})
     assert report.tensors == len(Folder(tmp_path / "c").tensors())
 
@@ -125,7 +117,7 @@ def test_attention_biases_are_loaded(tmp_path: Path):
     config = small_config(attention_bias=True, num_nextn_predict_layers=0)
     params = random_params(config)
     write_checkpoint(tmp_path / "c", config, params)
-    assert same(load_params(tmp_path / "c"), params)
+    assert_same(load_params(tmp_path / "c"), params)
     biases = [name for name in Folder(tmp_path / "c").tensors() if name.endswith("_proj.bias")]
     assert len(biases) == 2 * LAYERS
 
@@ -244,7 +236,7 @@ def fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def test_fused_experts_equal_single_ones(plain: Folder, params: dict[str, Any]):
     plain.write(SINGLE_FILE, fused(plain.tensors()))
     loaded, report = load_with_report(plain.path)
-    assert same(loaded, params)
+    assert_same(loaded, params)
     assert report.tensors == len(plain.tensors())
 
 
@@ -317,7 +309,7 @@ def test_indexers_of_shared_layers_are_left_with_the_reason(plain: Folder, param
     }
     plain.put(extra | {"model.layers.3.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)})
     loaded, report = load_with_report(plain.path)
-    assert same(loaded, params)
+    assert_same(loaded, params)
     assert set(extra) < set(report.ignored)
     assert {report.ignored[name] for name in extra} == {
         "the layer is shared: it uses the selection of the last full layer"
@@ -334,7 +326,7 @@ def test_a_stray_scale_of_what_is_always_plain_is_left(fp8: Folder, params: dict
     before, name = load_params(fp8.path), f"model.layers.{MTP_LAYER}.{inner}"
     fp8.put({name + suffix: np.ones((1, 2), np.float32)} | ({name: params["head"]} if there else {}))
     loaded, report = load_with_report(fp8.path)
-    assert same({k: v for k, v in loaded.items() if k != "mtp"}, {k: v for k, v in before.items() if k != "mtp"})
+    assert_same({k: v for k, v in loaded.items() if k != "mtp"}, {k: v for k, v in before.items() if k != "mtp"})
     assert report.ignored == {name + suffix: "it is a scale of a tensor that is always plain"}
     assert not verify(open_checkpoint(fp8.path), open_checkpoint(fp8.path), quick=True).differences
 
@@ -347,7 +339,7 @@ def test_stray_scales_of_what_is_not_used_are_left_with_it(fp8: Folder):
     before = load_params(fp8.path)
     fp8.put(strays)
     loaded, report = load_with_report(fp8.path)
-    assert same(loaded, before)
+    assert_same(loaded, before)
     assert set(report.ignored) == set(strays)
     # A folder without the MTP layer but for a scale that was left behind has none.
     fp8.drop(lambda name: name.startswith(f"model.layers.{MTP_LAYER}."))
@@ -390,7 +382,7 @@ def test_an_exception_that_means_nothing_is_named(fp8: Folder):
 def test_a_scale_named_weight_scale_multiplies_too(fp8: Folder):
     before = load_params(fp8.path)
     fp8.rename(lambda name: name.replace("weight_scale_inv", "weight_scale"))
-    assert same(load_params(fp8.path), before)
+    assert_same(load_params(fp8.path), before)
 
 
 def test_the_index_decides_not_the_names_of_files(fp8: Folder):
@@ -402,7 +394,7 @@ def test_the_index_decides_not_the_names_of_files(fp8: Folder):
         lambda index: index | {"weight_map": {t: names[f] for t, f in index["weight_map"].items()}}, INDEX_FILE
     )
     (fp8.path / "weights 9.part.incomplete").write_bytes(b"")
-    assert same(load_params(fp8.path), before)
+    assert_same(load_params(fp8.path), before)
 
 
 def test_files_may_be_links(fp8: Folder, tmp_path: Path):
@@ -412,7 +404,7 @@ def test_files_may_be_links(fp8: Folder, tmp_path: Path):
     for number, file in enumerate(sorted(fp8.path.iterdir())):
         file.rename(tmp_path / "blobs" / str(number))
         file.symlink_to(Path("..") / "blobs" / str(number))
-    assert same(load_params(fp8.path), before)
+    assert_same(load_params(fp8.path), before)
 
 
 def test_a_file_that_the_index_does_not_name_is_noted(fp8: Folder):

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -144,9 +145,7 @@ def test_a_step_is_its_own_description(config: ModelConfig, params: dict[str, An
         assert len(step.arguments) == len(step.names)
         assert step.names[:2] == ("params", "state")
         out = jax.eval_shape(step.function, *step.arguments)
-        assert jax.tree.map(lambda a: (a.shape, a.dtype), out[0]) == jax.tree.map(
-            lambda a: (a.shape, a.dtype), step.arguments[1]
-        )
+        chex.assert_trees_all_equal_shapes_and_dtypes(out[0], step.arguments[1])
 
 
 def test_the_draft_layers_cache_has_no_holes(config: ModelConfig, params: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from infer.commands import on_hosts
 from sharding import hosts
 from sharding.hosts import ALONE, Place, find_place
 from sharding.layout import Layout
+from tests.quick_flags import QUICK_FLAGS
 
 ROOT = Path(__file__).parents[2]
 START = 20.0
@@ -50,7 +51,7 @@ class Process:
     port = 0
 
     def __init__(self, command: Sequence[str], devices: int = 1, cwd: Path = ROOT, **environment: str):
-        flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+        flags = f"--xla_force_host_platform_device_count={devices} {QUICK_FLAGS}"
         surroundings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
         self.begin, self.errors, self.output = time.monotonic(), "", ""
         self.process = subprocess.Popen(

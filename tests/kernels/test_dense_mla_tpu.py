@@ -3,6 +3,7 @@
 import functools
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -198,8 +199,8 @@ def test_gradient(name: str) -> None:
         operands[0].at[1, 0].set(jnp.nan), operands[1]
     )
     expected = jax.grad(functools.partial(loss, plain), argnums=(0, 1))(*operands[:2])
+    chex.assert_trees_all_equal_shapes_and_dtypes(got, expected)
     for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert mine.dtype == theirs.dtype
         np.testing.assert_allclose(np.asarray(mine, np.float32), np.asarray(theirs, np.float32), atol=2e-5, rtol=1e-2)
     if name == "plain":  # scales of slots never written are not numbers, and so is what the codes there would change
         assert all(np.isfinite(part).all() for part in parts_of(got[1]).values())

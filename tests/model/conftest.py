@@ -1,12 +1,16 @@
 """For all model tests: a quick compiler, and tests of one case side by side, since they share compiled steps."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from glm52_jax import model
+from infer.steps import StepProvider
 from tests.model import paths
 from tests.model.cases import Case, all_cases
+
+OPTIONS: Any = StepProvider.compiler_options
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -24,11 +28,16 @@ def _case(item: pytest.Item) -> Case | None:
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_compiler() -> Iterator[None]:
-    """`glm52_jax.trace` and `forward` compile quickly; the slow tests repeat every form as users run it."""
+    """`trace`, `forward` and steps of generation compile quickly; slow tests repeat them as users run them."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepProvider, "compiler_options", property(_quick_on_cpus))
         patch.setattr(model, "_trace", paths.TRACE)
         patch.setattr(model, "_forward", paths.FORWARD)
         yield
+
+
+def _quick_on_cpus(provider: StepProvider) -> dict[str, Any] | None:
+    return paths.QUICK_OPTIONS if provider.platform == "cpu" else OPTIONS.fget(provider)
 
 
 @pytest.fixture

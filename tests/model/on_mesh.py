@@ -11,7 +11,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+from tests.quick_flags import QUICK_FLAGS
+
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {QUICK_FLAGS}"
 
 import jax
 import numpy as np

@@ -68,11 +68,15 @@ def _quick_options() -> dict[str, Any]:
         "xla_llvm_disable_expensive_passes": True,
         "xla_cpu_use_fusion_emitters": False,
     }
-    try:
-        jax.jit(lambda x: x + 1, compiler_options=options)(0)
-    except Exception:  # a compiler that has no such options is merely slower
-        return {}
-    return options
+
+    def known(name: str) -> bool:
+        try:
+            jax.jit(lambda x: x + 1, compiler_options={name: options[name]})(0)
+        except Exception:  # a compiler that has no such option is merely slower
+            return False
+        return True
+
+    return {name: value for name, value in options.items() if known(name)}
 
 
 QUICK_OPTIONS = _quick_options()

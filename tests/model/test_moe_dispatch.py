@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 CHECKS = (
     "gathered_experts_equal_one_device",
@@ -18,8 +20,10 @@ CHECKS = (
 )
 
 
-def test_eight_devices():
-    command = [sys.executable, "-m", "tests.model.moe_dispatch_on_devices"]
+@pytest.mark.parametrize("part", ["quick", pytest.param("all", marks=pytest.mark.slow)])
+def test_eight_devices(part: str) -> None:
+    """With a third of the layouts of each check, or with all."""
+    command = [sys.executable, "-m", "tests.model.moe_dispatch_on_devices", part]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert result.stdout.split() == list(CHECKS), result.stderr

@@ -6,6 +6,7 @@ Row numbers (B02, ...) are those of a list of faults that were reported for mode
 import dataclasses
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -393,6 +394,7 @@ def test_a_dead_row_spoils_no_gradient(form: str) -> None:
     alone, expected = gradients(tokens[:1], mask[:1])
     assert np.isfinite(loss)
     np.testing.assert_allclose(loss, alone, rtol=1e-5)
+    chex.assert_tree_all_finite(got)
+    chex.assert_trees_all_equal_shapes_and_dtypes(got, expected)
     for leaf, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert np.isfinite(leaf).all()
         np.testing.assert_allclose(leaf, other, atol=1e-4 * max(1.0, np.abs(other).max()))
