@@ -10,6 +10,7 @@ from glm52_jax.errors import InputError
 
 _FACTORS = {"": 1, "k": 1024, "m": 1024**2}
 _LENGTH = re.compile(r"(\d+(?:_\d+)*(?:\.\d+)?)([km]?)", re.ASCII | re.IGNORECASE)
+_DIGITS = 30  # nothing is that long
 
 
 def parse_length(text: str | int, what: str = "length") -> int:
@@ -23,7 +24,7 @@ def parse_length(text: str | int, what: str = "length") -> int:
         InputError: not such a number, not whole, or zero.
     """
     match = _LENGTH.fullmatch(str(text).strip())
-    if match is None:
+    if match is None or len(match[1]) > _DIGITS:
         raise InputError(f"{what} is {str(text)!r}, expected a number of tokens such as 4096, 128k or 1m")
     number, factor = match[1].replace("_", ""), _FACTORS[match[2].lower()]
     whole, _, decimals = number.partition(".")

@@ -48,7 +48,7 @@ class Sampling:
             raise InputError(f"temperature is {temperature}, expected a number of at least 0")
         if not 0 < number(top_p, "top_p", "a number above 0 and at most 1") <= 1:
             raise InputError(f"top_p is {top_p}, expected a number above 0 and at most 1")
-        top_k = whole_number(top_k, "top_k")
+        top_k = whole_number(top_k, "top_k", 0, 2**31 - 1)
         seeds = [seed_number(seed) for seed in seeds]
         return cls(
             jnp.full(batch, temperature, jnp.float32),

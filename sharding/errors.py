@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 from pathlib import Path
 
 
@@ -29,6 +30,8 @@ def sentence(error: BaseException) -> str | None:
         return printable(_of_an_encoding(error))
     if isinstance(error, ValueError) and "embedded null" in str(error):
         return "a file name holds a NUL byte, expected a name without one"
+    if isinstance(error, ValueError) and "integer string conversion" in str(error):  # of a text, by a limit of Python's
+        return f"a number has more than {sys.get_int_max_str_digits()} digits, expected one of a size that occurs"
     if isinstance(error, RuntimeError) and str(error).startswith("RESOURCE_EXHAUSTED"):
         return printable(f"out of memory: {_first_line(error).removeprefix('RESOURCE_EXHAUSTED: ')}")
     return printable(f"JAX refuses its environment: {_first_line(error)}") if _of_jax_settings(error) else None

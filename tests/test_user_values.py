@@ -1,5 +1,6 @@
 """Token ids, counts and seeds that a caller may give, and what is said of those that are none."""
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -9,7 +10,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glm52_jax.cli import glm52
+from glm52_jax.cli import glm52, run
 from glm52_jax.config import BUILT_IN
 from glm52_jax.errors import InputError
 from glm52_jax.model import forward, trace
@@ -116,3 +117,47 @@ def test_a_seed_in_an_option() -> None:
         click.echo(seed)
 
     assert CliRunner().invoke(command, ["--seed", "4294967295"]).output == "4294967295\n"
+
+
+DIGITS = "9" * 5000
+HUGE = [
+    ["generate", "x", "y", "--top-k", "9" * 30],
+    ["generate", "x", "y", "-n", DIGITS],
+    ["generate", "x", "y", "--start-timeout", DIGITS],
+    ["inspect", "glm-5.2", "--context", DIGITS],
+    ["inspect", "glm-5.2", "--batch", DIGITS],
+    ["plan", "glm-5.2", "--topology", "v5e:2x2", "--context", DIGITS],
+    ["plan", "glm-5.2", "--topology", f"v5e:{DIGITS}x2"],
+    ["plan", "glm-5.2", "--topology", "v5e:2x2", "--layout", f"data={DIGITS}"],
+    ["precision", "x", "--length", DIGITS],
+    ["convert", "x", "y", "--unit-size", DIGITS],
+    ["convert", "x", "y", "--layers", f"0-{DIGITS}"],
+    ["convert", "x", "y", "--process", f"1/{DIGITS}"],
+    ["export", "x", "y", "--shard-size", f"{DIGITS}GB"],
+    ["verify", "x", "--against", "y", "--layers", DIGITS],
+    ["selftest", "--cpu-devices", "1000000"],
+]
+
+
+@pytest.mark.parametrize("arguments", HUGE, ids=lambda arguments: f"{arguments[0]} {arguments[-2]}")
+def test_numbers_of_thousands_of_digits_are_one_sentence(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python refuses to read them as integers, and floats have no such values."""
+    assert run(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("glm52: ")
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["convert", "export"])
+@pytest.mark.parametrize(("place", "why"), [("gs://bucket/x", "is an address"), ("a\udcff", "the name is not UTF-8")])
+def test_a_destination_is_a_folder_here(
+    command: str, place: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a folder named gs: in the working directory, which Orbax would not open at the end of the conversion."""
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(glm52, [command, "source", place])
+    assert isinstance(result.exception, InputError)
+    assert why in str(result.exception)
+    assert not list(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,9 +37,22 @@ def _jobs(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--jobs", type=click.IntRange(1), default=_JOBS, show_default=True, help="Threads.")(command)
 
 
+def _local_folder(context: click.Context, parameter: click.Parameter, value: Path) -> Path:
+    """The destination of a command, which must be a folder here: another place would become a strange folder.
+
+    Raises:
+        InputError: it is an address, or a name that is not UTF-8, which libraries that read the result cannot open.
+    """
+    if re.match(r"[a-z][a-z0-9+.-]+:/", str(value), re.IGNORECASE):
+        raise InputError(f"{value} is an address, expected a folder; docs/pods.md says how to mount a bucket as one")
+    if any("\ud800" <= character <= "\udfff" for character in str(value)):
+        raise InputError(f"{value}: the name is not UTF-8, expected one that every reader of the result can open")
+    return value
+
+
 @click.command(context_settings=_HELP)
 @click.argument("source")
-@click.argument("destination", type=click.Path(path_type=Path))
+@click.argument("destination", type=click.Path(path_type=Path), callback=_local_folder)
 @click.option(
     "--dtype",
     type=click.Choice([KEEP, *DTYPE_NAMES]),
@@ -115,7 +129,7 @@ def _convert(planned: Plan, jobs: int, process: tuple[int, int], unit_bytes: int
 
 def _process(text: str) -> tuple[int, int]:
     number, _, count = text.partition("/")
-    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+    if len(text) > 20 or not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
         raise InputError(f"--process is {text!r}, expected the number of a process and how many there are, such as 2/4")
     return int(number), int(count)
 
@@ -127,7 +141,11 @@ def _layers(text: str | None) -> tuple[int, ...] | None:
     found: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not (last.isdecimal() and int(first) <= int(last) < 10**6)):
+        if (
+            max(len(first), len(last)) > 6
+            or not first.isdecimal()
+            or (dash and not (last.isdecimal() and int(first) <= int(last) < 10**6))
+        ):
             raise InputError(f"--layers is {text!r}, expected layer numbers and ranges such as 0,3,6-9")
         found |= set(range(int(first), int(last) + 1)) if dash else {int(first)}
     return tuple(sorted(found))
@@ -135,7 +153,7 @@ def _layers(text: str | None) -> tuple[int, ...] | None:
 
 @click.command(context_settings=_HELP)
 @click.argument("source", type=click.Path(path_type=Path))
-@click.argument("destination", type=click.Path(path_type=Path))
+@click.argument("destination", type=click.Path(path_type=Path), callback=_local_folder)
 @click.option("--shard-size", type=SIZE, default="5GB", show_default=True, help="Largest size of a file's tensors.")
 @click.option(
     "--dtype",

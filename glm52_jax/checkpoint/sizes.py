@@ -10,6 +10,7 @@ from glm52_jax.errors import InputError
 
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.ASCII | re.IGNORECASE)
+_DIGITS = 30  # nothing is that large, and a float has no more than 308
 
 
 def parse_size(text: str | int, what: str = "size") -> int:
@@ -19,7 +20,7 @@ def parse_size(text: str | int, what: str = "size") -> int:
         InputError: not such a number, or less than one byte.
     """
     match = _SIZE.fullmatch(str(text).strip())
-    size = int(float(match[1]) * _FACTORS[(match[2] or "").lower()]) if match else 0
+    size = int(float(match[1]) * _FACTORS[(match[2] or "").lower()]) if match and len(match[1]) <= _DIGITS else 0
     if size < 1:
         raise InputError(f"{what} is {str(text)!r}, expected a size such as 5GB, 256MB or 64MiB")
     return size

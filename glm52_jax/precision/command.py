@@ -49,14 +49,14 @@ def precision(
     "One layer" is the relative error of what a layer adds to the stream, given the plain model's; "whole model" that of
     the logits when all layers run so. "sets" are selections that are the same, "kept" the share of their positions.
     """
-    if text_file and token_file:
+    if text_file is not None and token_file is not None:
         raise InputError("--text and --tokens are both given, expected one of them")
     given: dict[Path, tuple[ModelConfig, np.ndarray, np.ndarray]] = {}
     for folder in checkpoints:  # all of them are checked before the first is loaded
         config = load_config(folder)
-        if text_file:
+        if text_file is not None:
             given[folder] = config, *_from_text(folder, config, text_file)
-        elif token_file:
+        elif token_file is not None:
             given[folder] = config, *_from_file(folder, config, token_file)
         else:
             given[folder] = config, *_random(config, length, seed)

@@ -25,6 +25,7 @@ from glm52_jax.checkpoint.verify import verify
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.config import BUILT_IN, ModelConfig, QuantizationConfig
 from glm52_jax.errors import InputError
+from glm52_jax.files import check_folder
 from glm52_jax.inspect.account import account
 from glm52_jax.model import forward
 from glm52_jax.params import init_params
@@ -51,6 +52,8 @@ def demo(folder: Path | None, seed: int) -> None:
     console = screen(soft_wrap=True)
     if folder is not None and folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
         raise InputError(f"{folder}: already there and not empty; the demo writes to a new folder")
+    if folder is not None:
+        check_folder(folder)
     start_devices()
     place = folder or Path(tempfile.mkdtemp(prefix="glm52-demo-"))
     try:

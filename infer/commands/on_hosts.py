@@ -127,7 +127,7 @@ def choose_layout(text: str | None, config: ModelConfig, fp8: str, hosts: Hosts)
         return SINGLE
     slices = len({getattr(device, "slice_index", 0) for device in jax.devices()})
     candidates = read_layouts(
-        text or DEFAULT_ON_SEVERAL_HOSTS, jax.device_count(), slices, experts=config.n_routed_experts
+        DEFAULT_ON_SEVERAL_HOSTS if text is None else text, jax.device_count(), slices, experts=config.n_routed_experts
     )
     params = abstract_params(config if fp8 == "keep" else dataclasses.replace(config, quantization=None))
     problems = []
