@@ -32,6 +32,8 @@ def sentence(error: BaseException) -> str | None:
         return "a file name holds a NUL byte, expected a name without one"
     if isinstance(error, ValueError) and "integer string conversion" in str(error):  # of a text, by a limit of Python's
         return f"a number has more than {sys.get_int_max_str_digits()} digits, expected one of a size that occurs"
+    if isinstance(error, FloatingPointError):  # JAX's, under JAX_DEBUG_NANS
+        return printable(f"a value is no finite number: {_first_line(error)}")
     if isinstance(error, RuntimeError) and str(error).startswith("RESOURCE_EXHAUSTED"):
         return printable(f"out of memory: {_first_line(error).removeprefix('RESOURCE_EXHAUSTED: ')}")
     return printable(f"JAX refuses its environment: {_first_line(error)}") if _of_jax_settings(error) else None

@@ -60,6 +60,8 @@ ERRORS = [
     (MemoryError(), "glm52: out of memory"),
     (MemoryError("Unable to allocate 3.64 TiB"), "glm52: out of memory: Unable to allocate 3.64 TiB"),
     (RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes"), "glm52: out of memory: Out of memory"),
+    (FloatingPointError("invalid value (nan) encountered in mul"), "glm52: a value is no finite number: invalid"),
+    (ValueError("Exceeds the limit (4300 digits) for integer string conversion"), "glm52: a number has more than 4300"),
     (ValueError("embedded null byte"), "glm52: a file name holds a NUL byte"),
     (UnicodeEncodeError("utf-8", "a\ud800", 1, 2, "surrogates not allowed"), "glm52: a text is not utf-8"),
     (InputError("a: wrong\x1b[2J"), "glm52: a: wrong\\x1b[2J"),

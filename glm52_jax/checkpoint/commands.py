@@ -118,7 +118,7 @@ def _convert(planned: Plan, jobs: int, process: tuple[int, int], unit_bytes: int
     with progressing(console, "converting") as meter:
         result = convert(planned, jobs=jobs, process=process, unit_bytes=unit_bytes, meter=meter, options=options)
     for note in result.notes:
-        console.print(note, style="yellow", markup=False)
+        console.print(note, style="yellow")
     if result.account.bytes:
         console.print(result.account.line())
     if result.left:
@@ -187,7 +187,7 @@ def export(
     with progressing(console, "exporting") as meter:
         account = exporting.export(planned, jobs=jobs, meter=meter, options=_given(jobs))
     for note in account.notes:
-        console.print(note, style="yellow", markup=False)
+        console.print(note, style="yellow")
     console.print(account.line())
     console.print(f"{destination}: finished")
 

@@ -141,9 +141,9 @@ class Tokenizer:
             place = next((n for n, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
             if place is None:
                 raise
-            raise InputError(
-                f"text: found half of a surrogate pair at character {place}, expected valid Unicode"
-            ) from None
+            byte = ord(text[place]) - 0xDC00  # Python's way to hold bytes of arguments and names that are not UTF-8
+            found = f"byte 0x{byte:02x}, which is not UTF-8," if byte >= 0x80 else "half of a surrogate pair"
+            raise InputError(f"text: found {found} at character {place}, expected valid Unicode") from None
 
 
 def _bytes_of_token(token: str) -> bytes:

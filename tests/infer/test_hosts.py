@@ -383,3 +383,23 @@ def test_layout_or_shardings(checkpoint: Path) -> None:
         load_params(checkpoint, layout=Layout(tensor=2), shardings=lambda _: None)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="needs 1024 devices, found "):
         load_params(checkpoint, layout=Layout(data=1024))
+
+
+def test_an_error_of_the_machine_ends_every_host_with_the_same_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on one host, and not with a traceback beside the name of a Python class."""
+    told: list[str] = []
+
+    class Line:
+        def fail(self, sentence: str, **_: object) -> None:
+            told.append(sentence)
+
+    def end(sentence: str, board: object = None) -> None:
+        told.append(sentence)
+        raise SystemExit(2)
+
+    monkeypatch.setattr(hosts, "_REASON_SECONDS", 0.0)
+    monkeypatch.setattr(hosts, "_end", end)
+    joined = hosts.Hosts(1, ("a", "b"), Line())
+    with pytest.raises(SystemExit), joined:
+        raise OSError(28, "No space left on device", "trace")
+    assert told == ["trace: No space left on device"] * 2

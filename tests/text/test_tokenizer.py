@@ -177,6 +177,8 @@ def test_ids_without_a_token_are_nothing_and_negative_ones_an_error(tokenizer: T
 def test_half_a_surrogate_pair_is_an_error(tokenizer: Tokenizer) -> None:
     with pytest.raises(InputError, match="half of a surrogate pair at character 1"):
         tokenizer.encode("a\ud83d")
+    with pytest.raises(InputError, match="byte 0xff, which is not UTF-8, at character 1"):  # as arguments hold it
+        tokenizer.encode("a\udcff")
 
 
 @pytest.mark.parametrize("extra", [["<|user|>", "<|system|>"], {"eot": "<|endoftext|>"}], ids=["list", "dict"])
