@@ -6,6 +6,7 @@ It refuses contradictions; `config_json` knows the published files' fields. Neit
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -197,9 +198,14 @@ def load_config(path: str | Path) -> ModelConfig:
     """The config of a checkpoint folder, or a built-in one: see `BUILT_IN`.
 
     A folder wins over a built-in name when both exist.
+
+    Raises:
+        InputError: neither of the two, a link that leads nowhere, or a config that cannot be read or contradicts itself.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise InputError(f"a config is asked for by {path!r}, expected a path or one of {', '.join(BUILT_IN)}")
     folder = Path(path)
-    if folder.is_dir():
+    if is_there(folder) and folder.is_dir():
         return ModelConfig.from_folder(folder)
     if folder.is_file():
         return ModelConfig.from_dict(read_json(folder), source=str(folder))

@@ -34,7 +34,8 @@ def remote_url(source: str) -> str | None:
     """The URL of a source that is no local folder: a hub id such as `zai-org/GLM-5.2` is one without its scheme."""
     if "://" in source:
         return None if source.startswith("file://") else source
-    if _HUB.fullmatch(source) and not os.path.lexists(source):
+    # A name below a file cannot be a repository of the hub.
+    if _HUB.fullmatch(source) and not os.path.lexists(source) and not os.path.isfile(source.split("/")[0]):
         return f"hf://{source}"
     return None
 

@@ -83,6 +83,14 @@ def test_a_link_that_leads_back_is_refused(name: str, complete: Folder, tmp_path
         load_config(folder)
 
 
+def test_a_folder_that_is_a_dead_link_is_none_of_the_built_in_models(tmp_path: Path):
+    (tmp_path / "model").symlink_to("gone")
+    with pytest.raises(InputError, match="model: is a link to gone, where there is no such file"):
+        load_config(tmp_path / "model")
+    with pytest.raises(InputError, match="asked for by 3, expected a path or one of glm-5.2"):
+        load_config(3)  # type: ignore[arg-type]
+
+
 def test_a_good_link_is_a_file(complete: Folder, tmp_path: Path):
     """As every file of a cache is."""
     shutil.copytree(complete.path, tmp_path / "blobs")

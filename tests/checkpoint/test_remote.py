@@ -119,3 +119,5 @@ def test_a_hub_id_is_told_from_a_folder(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "zai-org" / "GLM-5.2").mkdir(parents=True)
     for local in ("zai-org/GLM-5.2", "GLM-5.2", "/a/b", "../x", "a/b/c", f"file://{tmp_path}"):
         assert remote.remote_url(local) is None
+    (tmp_path / "file").write_text("")
+    assert remote.remote_url("file/x") is None

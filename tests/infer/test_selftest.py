@@ -162,7 +162,7 @@ def test_every_operation_and_collective_has_its_check() -> None:
     assert forms["topk_mask"] == ("reference", "cpu", "tpu")
     assert forms["topk_indices"] == ("reference", "tpu")
     functions = {name for name, f in inspect.getmembers(ours, inspect.isfunction) if f.__module__ == ours.__name__}
-    assert functions - {"live"} == set(OPERATIONS)
+    assert functions - {"live", "after"} == set(OPERATIONS)  # these two send nothing
 
 
 @pytest.mark.parametrize("name", ["index_topk", "closed_up", "last_of_best", "choose_experts", "block_matmul"])
