@@ -57,6 +57,7 @@ def texts(here: Hosts, checkpoint: str, layout: str | None, thorough: bool = Fal
     """Every way to make texts; only the first process prints them, and each reads what its devices hold."""
     count_reads()
     opened = Session.open(checkpoint, None, "keep", layout, here)
+    opened.load()
     if here.processes > 1:
         on_hosts.only_our_output()
         experts = {name: size for name, size in READ.items() if ".mlp.experts." in name and size}
@@ -65,6 +66,7 @@ def texts(here: Hosts, checkpoint: str, layout: str | None, thorough: bool = Fal
         assert numbers == set(range(here.process * share, (here.process + 1) * share)), numbers
     # Loaded once is enough: the commands only differ in what they do then.
     Session.open = lambda *_: opened  # type: ignore[method-assign]
+    Session.load = lambda _: None  # type: ignore[method-assign]
     common = [checkpoint, "--ignore-eos", "-n", "9", "--chunk", "16"]
     drafted = [*common, "--draft-tokens", "1"]
     sys.stdin = io.StringIO("from standard input, once")
