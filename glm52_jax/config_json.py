@@ -60,6 +60,8 @@ def read_config(raw: Mapping[str, Any], generation: Mapping[str, Any], source: s
     fields.only("qk_head_dim", nope + rope)
     eps = fields.number("rms_norm_eps", 1e-5)
     nextn = fields.integer("num_nextn_predict_layers", 0, minimum=0)
+    if nextn > 1:  # before a list is made that long
+        raise fields.error("num_nextn_predict_layers", f"is {nextn}, expected 0 or 1")
     vocab = fields.integer("vocab_size")
     values = {
         "vocab_size": vocab,

@@ -1,4 +1,4 @@
-"""For all tests: which of the slow ones a short run takes; and what skipped is written down, or may not skip."""
+"""For all tests: how they compile; which of the slow ones a short run takes; what skipped is noted, or may not skip."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.needs import COMMAND
+from tests.quick_flags import compile_quickly
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,6 +40,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Runs with slow tests, and what runs on what skipped, compile as users do.
+    if "not slow" in config.option.markexpr and not config.getoption("no_skips"):
+        compile_quickly()
     if not hasattr(config, "workerinput"):  # workers of xdist report to the process that started them
         config.pluginmanager.register(_Skips(config), "glm52-skips")
 

@@ -20,6 +20,7 @@ import yaml
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.text import write_byte_tokenizer
 from tests.checkpoint.builders import random_params
+from tests.quick_flags import with_devices
 from tests.test_readme import ROOT, blocks, small_config
 
 PAGE = ROOT / "docs" / "sharding.md"
@@ -80,6 +81,7 @@ def text_of_one_device(folder: Path) -> str:
     return run(folder, ["glm52", "generate", "glm-tiny/bf16", "Hello", "--dtype", "float32", "-n", "8"])
 
 
+@pytest.mark.slow
 def test_eight_devices_give_the_text_of_one(folder: Path) -> None:
     [script, _] = [text for text in scripts() if "glm52 generate" in text]
     _, plain, fp8 = run(folder, ["bash", "-e", "-c", script]).split("--- prompt 1: 'Hello'")
@@ -96,7 +98,7 @@ def test_two_processes_give_the_text_of_one(folder: Path) -> None:
 def test_python_of_the_page(folder: Path) -> None:
     [(_, program)] = blocks(PAGE, "python")
     found = run(
-        folder, [sys.executable, "-c", program], XLA_FLAGS="--xla_force_host_platform_device_count=8"
+        folder, [sys.executable, "-c", program], XLA_FLAGS=with_devices(8)
     ).splitlines()
     assert found[0].startswith("P(None, 'expert', None, 'tensor', None)")
     assert found[1] == "True"

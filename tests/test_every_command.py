@@ -16,6 +16,7 @@ from glm52_jax.cli import COMMANDS, run
 from glm52_jax.config import BUILT_IN
 from glm52_jax.text import write_byte_tokenizer
 from tests.checkpoint.builders import random_params, small_config
+from tests.needs import package
 
 NAMES = {
     "too long": "a" * 300,
@@ -114,7 +115,7 @@ def test_names_that_cannot_be_written(
 ) -> None:
     """Before any weight is read and any step compiled."""
     if command == "plan":
-        pytest.importorskip("matplotlib", reason="needs matplotlib: make plan")
+        package("matplotlib")
     monkeypatch.setattr("glm52_jax.checkpoint.load.load_with_report", lambda *_, **__: pytest.fail("loaded"))
     monkeypatch.setattr("infer.commands.demo._run", lambda *_: pytest.fail("begun"))
     monkeypatch.setattr("infer.plan.command._made", lambda *_: pytest.fail("compiled"))

@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={8 if len(sys.argv) < 4 else 4}"
+from tests.quick_flags import with_devices
+
+os.environ["XLA_FLAGS"] = with_devices(8 if len(sys.argv) < 4 else 4)
 
 import jax
 import numpy as np

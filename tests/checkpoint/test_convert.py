@@ -237,7 +237,8 @@ def test_a_model_goes_on_without_its_mtp_layer(tmp_path: Path, fp8: Folder):
 
 ORBAX = """
 import json, os, sys, pathlib
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+from tests.quick_flags import with_devices
+os.environ["XLA_FLAGS"] = with_devices(8)
 import jax, numpy as np, orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.checkpoint.conversions import tensors

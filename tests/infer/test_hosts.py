@@ -22,7 +22,7 @@ from infer.commands import on_hosts
 from sharding import hosts
 from sharding.hosts import ALONE, Place, find_place
 from sharding.layout import Layout
-from tests.quick_flags import QUICK_FLAGS
+from tests.quick_flags import with_devices
 
 ROOT = Path(__file__).parents[2]
 START = 20.0
@@ -51,8 +51,7 @@ class Process:
     port = 0
 
     def __init__(self, command: Sequence[str], devices: int = 1, cwd: Path = ROOT, **environment: str):
-        flags = f"--xla_force_host_platform_device_count={devices} {QUICK_FLAGS}"
-        surroundings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
+        surroundings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": with_devices(devices), "PYTHONPATH": str(ROOT)}
         self.begin, self.errors, self.output = time.monotonic(), "", ""
         self.process = subprocess.Popen(
             [sys.executable, "-m", *command],
@@ -143,6 +142,7 @@ def same_texts(checkpoint: Path, task: str, count: int, devices: int, layout: st
         assert (silent.output, silent.errors) == ("", "")
 
 
+@pytest.mark.slow
 def test_two_hosts_make_the_texts_of_one(checkpoint: Path) -> None:
     """Generate and chat, greedy with drafts, with a host that comes late; a Ctrl-C ends an answer on both."""
     same_texts(checkpoint, "texts", 2, 2, "data=1,expert=2,tensor=2")

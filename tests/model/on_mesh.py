@@ -11,9 +11,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from tests.quick_flags import QUICK_FLAGS
+from tests.quick_flags import compile_quickly, with_devices
 
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {QUICK_FLAGS}"
+compile_quickly()
+os.environ["XLA_FLAGS"] = with_devices(8)
 
 import jax
 import numpy as np

@@ -17,7 +17,10 @@ from functools import cache
 from typing import Any
 from unittest.mock import patch
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+from tests.quick_flags import compile_quickly, with_devices
+
+compile_quickly()  # which takes nearly all of the time
+os.environ["XLA_FLAGS"] = with_devices(8)
 
 import jax
 import numpy as np
@@ -262,8 +265,6 @@ def main() -> None:
     parser.add_argument("--walks", action="store_true")
     asked = parser.parse_args()
     numbers = range(asked.first, asked.count) if asked.only is None else [asked.only]
-    # Compilation takes nearly all of the time.
-    jax.config.update("jax_disable_most_optimizations", True)
     trials = [draw(asked.seed * 100_000 + number) for number in numbers]
     if asked.walks:
         trials = [dataclasses.replace(trial, quick=True) for trial in trials]

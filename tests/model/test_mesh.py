@@ -11,17 +11,13 @@ ROOT = Path(__file__).parents[2]
 # Each compiles steps of its own: what is in a process together shares the start.
 QUICK = (
     "batch-and-experts",
-    "pages-and-heads",
     "pages-and-heads-expanded",
     "all-axes",
-    "one-prompt-over-all",
-    "fp8-cache",
     "ties-over-devices",
-    "fp8-blocks-over-tensor",
-    "generation",
     "random-layouts",
 )
 SLOW = (
+    "pages-and-heads",
     "pages-and-heads-mask",
     "kernels-for-tpus",
     "kernels-for-tpus-whole",
@@ -30,7 +26,11 @@ SLOW = (
     "experts-over-tensor",
     "rows-to-experts",
     "fp8-weights",
+    "one-prompt-over-all",
     "one-prompt-over-all-expanded",
+    "fp8-cache",
+    "fp8-blocks-over-tensor",
+    "generation",
 )
 
 

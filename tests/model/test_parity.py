@@ -85,6 +85,7 @@ def test_whole_texts_by_the_kernels_for_tpus(case: Case, form: str) -> None:
 
 
 @each_case("fp8")
+@pytest.mark.slow
 def test_steps_by_the_kernels_for_tpus(case: Case) -> None:
     """A prompt in chunks, then a few tokens one by one; pages of 8 rows."""
     walk = Walk(case, case.spoiled_params(), page_size=8)
