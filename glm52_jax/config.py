@@ -200,7 +200,7 @@ def load_config(path: str | Path) -> ModelConfig:
     A folder wins over a built-in name when both exist.
 
     Raises:
-        InputError: neither of the two, a link that leads nowhere, or a config that cannot be read or contradicts itself.
+        InputError: neither of the two, a dead link, or a config that cannot be read or contradicts itself.
     """
     if not isinstance(path, str | os.PathLike):
         raise InputError(f"a config is asked for by {path!r}, expected a path or one of {', '.join(BUILT_IN)}")

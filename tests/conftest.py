@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.needs import COMMAND
-from tests.quick_flags import compile_quickly
+from tests.quick_flags import quick_flags
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,24 +27,43 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--no-skips", action="store_true", help="fail if a test skips")
 
 
-@pytest.hookimpl(trylast=True)  # when -m and -k have been heeded
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `--sample N`, leaves one set of parameters of each test: the next N takes another one."""
-    number = config.getoption("sample")
-    if number is None:
-        return
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    for found in _of_one_test(item for item in items if item.get_closest_marker("quick")):
+        _slow_but_some(found)
+    yield  # here -m and -k are heeded
+    if (number := config.getoption("sample")) is not None:
+        _sample(number, config, items)
+
+
+def _slow_but_some(items: list[pytest.Item]) -> None:
+    """With `quick(N)` all sets of parameters are slow but N, evenly spread over those that are not marked slow."""
+    [count] = items[0].get_closest_marker("quick").args
+    rest = [item for item in items if not item.get_closest_marker("slow")]
+    kept = {i * len(rest) // count for i in range(count)}
+    for i, item in enumerate(rest):
+        if i not in kept:
+            item.add_marker("slow")
+
+
+def _sample(number: int, config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves one set of parameters of each test: the next number takes another one."""
+    chosen = {found[number % len(found)] for found in _of_one_test(items)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
+
+
+def _of_one_test(items: Iterable[pytest.Item]) -> list[list[pytest.Item]]:
     same: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         same[item.nodeid.partition("[")[0]].append(item)
-    chosen = {found[number % len(found)] for found in same.values()}
-    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-    items[:] = [item for item in items if item in chosen]
+    return list(same.values())
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # Runs with slow tests, and what runs on what skipped, compile as users do.
     if "not slow" in config.option.markexpr and not config.getoption("no_skips"):
-        compile_quickly()
+        os.environ["XLA_FLAGS"] = quick_flags()
     if not hasattr(config, "workerinput"):  # workers of xdist report to the process that started them
         config.pluginmanager.register(_Skips(config), "glm52-skips")
 

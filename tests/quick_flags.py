@@ -11,13 +11,13 @@ if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
     QUICK_FLAGS += " --xla_cpu_use_fusion_emitters=false"
 
 
-def compile_quickly() -> None:
-    """In this process, and in those that it starts; before JAX is imported."""
+def quick_flags() -> str:
+    """The flags of this process, and those that compile quickly."""
     flags = os.environ.get("XLA_FLAGS", "")
-    if QUICK_FLAGS not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {QUICK_FLAGS}".strip()
+    return flags if QUICK_FLAGS in flags else f"{flags} {QUICK_FLAGS}".strip()
 
 
-def with_devices(count: int) -> str:
+def with_devices(count: int, *, quickly: bool = False) -> str:
     """The flags of this process, and those for `count` CPU devices."""
-    return f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}".strip()
+    flags = quick_flags() if quickly else os.environ.get("XLA_FLAGS", "")
+    return f"{flags} --xla_force_host_platform_device_count={count}".strip()

@@ -26,7 +26,7 @@ OPTIONS = ("-p", "no:cacheprovider", "-p", "no:randomly", "--strict-markers")
 
 @pytest.fixture
 def tests(pytester: pytest.Pytester) -> pytest.Pytester:
-    pytester.makeini("[pytest]\nmarkers =\n    slow: slow\n")
+    pytester.makeini("[pytest]\nmarkers =\n    slow: slow\n    quick: quick\n")
     pytester.makeconftest("from tests.conftest import *")
     pytester.makepyfile(**MODULES)
     return pytester
@@ -72,3 +72,15 @@ def test_a_sample_has_one_set_of_parameters_of_each_test(tests: pytest.Pytester)
         done = tests.runpytest_inprocess(*OPTIONS, "-s", "test_many.py", "--sample", number)
         done.assert_outcomes(passed=2, deselected=2)
         assert f"<{number % 3}>" in done.stdout.str()
+
+
+def test_of_quick_ones_the_rest_is_slow(tests: pytest.Pytester) -> None:
+    tests.makepyfile(
+        test_many="import pytest\nslow = pytest.param(9, marks=pytest.mark.slow)\n@pytest.mark.quick(2)\n"
+        "@pytest.mark.parametrize('n', [0, slow, 1, 2, 3])\ndef test_a(n): print(f'<{n}>')\n"
+    )
+    quick = tests.runpytest_inprocess(*OPTIONS, "-s", "test_many.py", "-m", "not slow")
+    quick.assert_outcomes(passed=2, deselected=3)
+    assert "<0>" in quick.stdout.str()
+    assert "<2>" in quick.stdout.str()
+    tests.runpytest_inprocess(*OPTIONS, "test_many.py").assert_outcomes(passed=5)

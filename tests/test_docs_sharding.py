@@ -97,9 +97,7 @@ def test_two_processes_give_the_text_of_one(folder: Path) -> None:
 
 def test_python_of_the_page(folder: Path) -> None:
     [(_, program)] = blocks(PAGE, "python")
-    found = run(
-        folder, [sys.executable, "-c", program], XLA_FLAGS=with_devices(8)
-    ).splitlines()
+    found = run(folder, [sys.executable, "-c", program], XLA_FLAGS=with_devices(8)).splitlines()
     assert found[0].startswith("P(None, 'expert', None, 'tensor', None)")
     assert found[1] == "True"
 

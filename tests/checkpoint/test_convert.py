@@ -285,6 +285,7 @@ def python(script: str, *arguments: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_orbax_restores_it_on_any_number_of_devices(tmp_path: Path, fp8_folder: Folder, converted: dict[str, Path]):
     shutil.copytree(converted["fp8"], tmp_path / "c")
     result = python(ORBAX, tmp_path / "c", fp8_folder.path)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 CHECKS = (
     "published_shards_equal_the_whole",
@@ -29,6 +31,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
+@pytest.mark.slow
 def test_eight_devices(tmp_path: Path):
     output, errors = start(tmp_path).communicate()
     assert output.split() == list(CHECKS), errors

@@ -73,6 +73,7 @@ def test_it_says_where(
     assert sentence(lambda: generate(broken, config, PROMPTS, 8, stop_ids=(), **WAYS[way])).startswith(where)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("way", ["greedy", "drafts", "sampled drafts"])
 def test_a_token_made_later_is_where_it_ends(config: ModelConfig, params: dict[str, Any], way: str) -> None:
     """Text before it comes; the same with drafts as without."""

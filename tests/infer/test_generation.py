@@ -25,6 +25,7 @@ def prompts_of(case: Any) -> list[list[int]]:
     return [row[real].tolist() for row, real in zip(case.tokens, case.real, strict=True)]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("name", "drafts", "chunk"),
     [
@@ -49,6 +50,7 @@ def test_greedy_tokens_are_the_references(name: str, drafts: int, chunk: int) ->
     assert found == case.golden["greedy"].tolist()
 
 
+@pytest.mark.slow
 def test_drafts_that_are_always_wrong_only_cost_time(config: ModelConfig, params: dict[str, Any]) -> None:
     """B74."""
     wrong = params | {"mtp": params["mtp"] | {"head": -params["head"]}}

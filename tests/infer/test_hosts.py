@@ -202,6 +202,7 @@ def test_another_service_at_the_address(checkpoint: Path) -> None:
         first.says(f"process 0 cannot listen on port {port} of localhost:{port}: Address already in use", SLACK)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("places", "sentence"),
     [
@@ -218,6 +219,7 @@ def test_hosts_that_disagree(checkpoint: Path, places: Sequence[tuple], sentence
         process.says(sentence, START)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("task", "sentence", "start"),
     [
@@ -266,6 +268,7 @@ def test_hosts_that_trace_different_programs() -> None:
         process.says("the traced program of a step of tokens differs: ", START + SLACK)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("victim", "send", "sentence", "limit"),
     [

@@ -93,6 +93,7 @@ def both(
     assert tokens == values.shape[1]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", quickly(LATENT, "plain", "lanes", "groups in lanes", "tensor"))
 @given(
     page_size=st.sampled_from([1, 3, 4, 8, 16]),
@@ -112,6 +113,7 @@ def test_latent_rows(name: str, page_size: int, tokens: int, batch: int, seed: i
     both(LATENT[name], making, jnp.asarray(values, dtype), positions, page_size, generator)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", quickly(KEYS, "padded", "fp8_rotated"))
 def test_index_keys(name: str) -> None:
     generator = np.random.default_rng(5)

@@ -117,6 +117,7 @@ def same(got, expected, atol: float = 2e-6) -> None:
     assert (np.asarray(out, np.float32)[np.isneginf(lse)] == 0).all()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", quickly(FORMATS, *list(FORMATS)[::2]))
 def test_equals_the_reference_in_every_format(name: str) -> None:
     operands = setting(FORMATS[name], 2, 3, 4, 5)
@@ -142,6 +143,7 @@ def test_odd_shapes(data: st.DataObject) -> None:
     same(jax.jit(functools.partial(ours, blocks=blocks))(*operands), plain(*operands))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "pages", "block"),
     quickly(
@@ -183,6 +185,7 @@ def test_no_races(racing: str) -> None:
     same(ours(*operands, backend=racing, blocks=DenseBlocks(1, 8, 3, 8)), plain(*operands))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["plain", "groups in lanes"])
 def test_gradient(name: str) -> None:
     """Of outputs and log-sum-exps, by queries and rows; a query of padding holds NaN, slots never written too."""

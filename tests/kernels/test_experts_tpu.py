@@ -90,6 +90,7 @@ def test_extremes(tokens: int, case: str) -> None:
     np.testing.assert_allclose(run("interpret")(x, experts, gates, gate_up, down, 0), expected, atol=1e-4)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("chip", "kind", "tokens"),
     [

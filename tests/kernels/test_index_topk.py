@@ -96,6 +96,7 @@ def test_many_tokens_are_selected_for_by_two_kernels() -> None:
     check(setting(FORMATS["bf16 lanes"], [40], 9, 16, 3), 7, interpreted)
 
 
+@pytest.mark.slow
 def test_no_races(racing: str) -> None:
     check(setting(FORMATS["fp8 lanes"], [200, 3], 1, 16, 13), 20, functools.partial(index_topk, backend=racing))
 

@@ -14,10 +14,9 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-from tests.quick_flags import compile_quickly, with_devices
+from tests.quick_flags import with_devices
 
-compile_quickly()
-os.environ["XLA_FLAGS"] = with_devices(8)
+os.environ["XLA_FLAGS"] = with_devices(8, quickly=True)
 
 import jax
 import jax.numpy as jnp
@@ -172,9 +171,9 @@ def compare(layout: Layout, form: DispatchForm, kind: str = "plain", each: int =
         got = np.asarray(out).reshape(*sizes, each, EMBED)
         there = token_axes(layout)
         shape = [layout.size(axis) if axis in there else 1 for axis in ("data", "expert", "tensor")]
-        np.testing.assert_allclose(
-            got, np.broadcast_to(wanted.reshape(*shape, each, EMBED), got.shape), atol=1e-5, rtol=1e-5, err_msg=what
-        )
+        wanted = np.broadcast_to(wanted.reshape(*shape, each, EMBED), got.shape)
+        # Sums in another order: an error is one of the largest terms, of which little may be left.
+        np.testing.assert_allclose(got, wanted, atol=5e-7 * np.abs(wanted).max(), rtol=1e-5, err_msg=what)
 
 
 def part(found: Sequence[Any], first: int = 0) -> Sequence[Any]:

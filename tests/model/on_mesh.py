@@ -11,10 +11,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from tests.quick_flags import compile_quickly, with_devices
+from tests.quick_flags import with_devices
 
-compile_quickly()
-os.environ["XLA_FLAGS"] = with_devices(8)
+os.environ["XLA_FLAGS"] = with_devices(8, quickly=True)
 
 import jax
 import numpy as np

@@ -17,10 +17,10 @@ from functools import cache
 from typing import Any
 from unittest.mock import patch
 
-from tests.quick_flags import compile_quickly, with_devices
+from tests.quick_flags import with_devices
 
-compile_quickly()  # which takes nearly all of the time
-os.environ["XLA_FLAGS"] = with_devices(8)
+# Compilation takes nearly all of the time.
+os.environ["XLA_FLAGS"] = with_devices(8, quickly=True)
 
 import jax
 import numpy as np

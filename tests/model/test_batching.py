@@ -47,6 +47,7 @@ def tied() -> Case:
 # --- ties
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_ties_fall_the_same_way_everywhere(tied: Case, form: str) -> None:
     """B11: with few index heads one key in sixteen or so scores exactly zero."""
@@ -126,6 +127,7 @@ def test_decode_across_the_limit(three: Case) -> None:
     check(three, walk.run(1, DECODE).seen)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("size", [1, 8])
 def test_lengths_at_the_edges_of_pages(size: int) -> None:
     """B61: a page less one, a page, one more, two pages; the longest row fills the cache to its last slot."""
@@ -135,6 +137,7 @@ def test_lengths_at_the_edges_of_pages(size: int) -> None:
     check(case, walk.run(size, DECODE).seen)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "size", [pytest.param(1, marks=pytest.mark.slow), 7, pytest.param(64, marks=pytest.mark.slow), 300]
 )
@@ -159,6 +162,7 @@ def _long() -> Case:
 # --- padding
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("side", ["left", "right", "both"])
 @pytest.mark.parametrize("form", ["absorbed-indices-cpu", "expanded-mask-cpu"])
 def test_padded_rows_equal_single_runs(side: str, form: str) -> None:
@@ -196,6 +200,7 @@ def test_unequal_counts(three: Case) -> None:
     check(three, walk.seen)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_padding_is_not_routed(backend: str) -> None:
     """B67: 5 real tokens among 64: counts sum to theirs, whatever the padding is and however much there is."""

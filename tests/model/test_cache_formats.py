@@ -88,6 +88,7 @@ def test_what_is_beyond_a_layers_range_becomes_the_largest_code() -> None:
     assert form.decode(codes, 1).tolist() == [224.0, -224.0]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_rows_come_back_from_pages_as_they_were_rounded(name: str, tokens: int) -> None:
@@ -121,6 +122,7 @@ def test_bytes_of_a_row_are_those_of_the_account() -> None:
         assert form.row_bytes == index_key_bytes(config)[account]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("form", FP8, ids=lambda form: f"{form.latent}-{form.index_keys}")
 def test_the_model_is_the_same_through_every_path(params: dict, form: CacheFormat) -> None:
     """Rows are rounded one by one, so chunks, pages, padding and neighbours change nothing but float32's last bits.
@@ -148,6 +150,7 @@ def test_the_rotation_cancels_in_scores() -> None:
     np.testing.assert_allclose(np.asarray(hadamard(hadamard(q))), np.asarray(q), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_rotation_of_keys_alone_is_seen(params: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     form = CacheFormat(index_keys="fp8_rotated")
     right = tiny_case(CONFIG, (29,), params=params, cache_format=form)

@@ -148,6 +148,7 @@ def test_token_at_the_same_position(case: Case, monkeypatch: Patch) -> None:
     mentions(fresh_trace(case, drafts=True), "mtp_logits")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("fault", ["raw state recycled", "positions stand still", "trunk's selection"])
 def test_chain_of_drafts(monkeypatch: Patch, fault: str) -> None:
     """B75, B77, B78: later drafts get the state before its norm, the same position again, or the trunk's last set."""

@@ -11,13 +11,13 @@ ROOT = Path(__file__).parents[2]
 # Each compiles steps of its own: what is in a process together shares the start.
 QUICK = (
     "batch-and-experts",
-    "pages-and-heads-expanded",
     "all-axes",
     "ties-over-devices",
     "random-layouts",
 )
 SLOW = (
     "pages-and-heads",
+    "pages-and-heads-expanded",
     "pages-and-heads-mask",
     "kernels-for-tpus",
     "kernels-for-tpus-whole",

@@ -272,6 +272,7 @@ def test_a_nan_of_the_router_shows(backend: str) -> None:
 # --- layers, plans, drafts
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("plan", ["fsffssf", pytest.param("fsssfss", marks=pytest.mark.slow), "ffff"])
 def test_scan_equals_a_loop(plan: str) -> None:
     """B25: any plan of full and shared layers, scanned with flags as data, is the plain loop over known layers."""
@@ -332,6 +333,7 @@ def test_halves_of_the_projection(half: str, monkeypatch: pytest.MonkeyPatch) ->
     np.testing.assert_array_equal(seen[0][1].cos, rotary(places).cos)  # positions are those of the hidden states
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_absorbed_and_expanded_attention(dtype: str) -> None:
     """B14: one layer's attention in both forms at every position, on the same cache and selection."""

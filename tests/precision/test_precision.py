@@ -41,6 +41,7 @@ def two_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "forms", rows)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_forms")
 def test_nothing_rounded_is_no_error_and_padding_counts_for_nothing(folder: Path) -> None:
     tokens = np.random.default_rng(1).integers(0, 90, (2, 20))
