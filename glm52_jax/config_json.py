@@ -25,7 +25,7 @@ MODEL_TYPE = "glm_moe_dsa"
 DTYPE_FIELDS = ("dtype", "torch_dtype")  # new and old name, in order of precedence
 
 EXPERTS_FIELDS = ("n_routed_experts", "num_experts", "num_local_experts")
-_SPARSE_ATTENTION = "deepseek_sparse_attention"  # the only kind in `layer_types`
+_SPARSE_ATTENTION = ("deepseek_sparse_attention", "indexed_attention")  # in `layer_types`; transformers' name
 _MOST_LAYERS = 10_000  # a larger number is a mistake, and would be spelled out layer by layer
 # Fields of `ModelConfig` that `config.json` has in another form, elsewhere, or only sometimes.
 _OTHER_FORM = frozenset(
@@ -301,5 +301,5 @@ def _note_unused(fields: Fields, values: Mapping[str, Any]) -> None:
     if router not in (None, "float32", "torch.float32"):
         fields.note(f"moe_router_dtype is {shown(router)}, but the router is always computed in float32")
     kinds = fields.raw.get("layer_types")
-    if kinds is not None and not (isinstance(kinds, list) and all(kind == _SPARSE_ATTENTION for kind in kinds)):
+    if kinds is not None and not (isinstance(kinds, list) and all(kind in _SPARSE_ATTENTION for kind in kinds)):
         fields.note(f"layer_types is {shown(kinds)}, which is not used: every layer has sparse attention")

@@ -109,13 +109,18 @@ def check_file(path: Path) -> None:
     with writing(path):
         if path.is_dir():
             raise InputError(f"{path}: is a folder, expected the name of a file")
+        with contextlib.suppress(FileNotFoundError):
+            path.lstat()  # which says that a name is too long
         if not path.is_file():
             if path.exists():  # a device or a pipe
                 return
-            part = path.with_name(f"{path.name}.{os.getpid()}")
-            with part.open("xb"):
-                pass
-            part.unlink()
+            part = _part(path)
+            try:
+                with part.open("xb"):
+                    pass
+                part.unlink()
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(path)) from None
             return
         with path.open("r+b"):
             pass
@@ -136,6 +141,11 @@ def check_folder(path: Path) -> None:
             pass
 
 
+def _part(path: Path) -> Path:
+    """The file beside it that gets its name; a short one, where its own may be as long as a name can be."""
+    return path.with_name(f"glm52-{secrets.token_hex(4)}.part")
+
+
 @contextlib.contextmanager
 def whole_file(path: Path) -> Generator[BinaryIO]:
     """A file to write to, which gets its name when it is whole and on disk; nothing is left of one that fails.
@@ -143,7 +153,7 @@ def whole_file(path: Path) -> Generator[BinaryIO]:
     Raises:
         OSError: it cannot be written, flushed or renamed.
     """
-    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+    part = _part(path)
     try:
         with part.open("xb") as file:
             yield file
@@ -169,7 +179,7 @@ def move(part: Path, path: Path) -> None:
 
 
 def _copy(part: Path, path: Path) -> None:
-    near = path.with_name(f"glm52-{secrets.token_hex(4)}.part")
+    near = _part(path)
     try:
         shutil.copyfile(part, near)
         sync([near])

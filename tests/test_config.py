@@ -351,6 +351,7 @@ def test_extras_of_another_writer_are_accepted():
     assert read(**extras, layer_types=["deepseek_sparse_attention"] * 7) == read()
     assert read(num_experts=8, n_routed_experts=ABSENT) == read(num_local_experts=8, n_routed_experts=ABSENT) == read()
     assert read(**extras, layer_types=["deepseek_sparse_attention"] * 7).notes == ()
+    assert read(**extras, layer_types=["indexed_attention"] * 7).notes == ()
     assert read(hidden_size=64.0, torch_dtype="torch.bfloat16", dtype=ABSENT) == read()
 
 

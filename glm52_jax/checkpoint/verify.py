@@ -201,7 +201,7 @@ def _config_differences(found: ModelConfig, expected: ModelConfig, target: Check
         f"{target.folder / 'config.json'}: {field.name} is {getattr(found, field.name)}, "
         f"expected {getattr(expected, field.name)}"
         for field in dataclasses.fields(ModelConfig)
-        if field.name not in free and getattr(found, field.name) != getattr(expected, field.name)
+        if field.compare and field.name not in free and getattr(found, field.name) != getattr(expected, field.name)
     ]
 
 

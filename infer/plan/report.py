@@ -65,8 +65,9 @@ def _headline(plan: Plan) -> str:
     other = ", rows exchanged in two halves" if r["halves"] else ""
     other += f", {r['kernels']} kernels" if r["kernels"] else ""
     placed = f", placement {r['placement']}" if r.get("placement") else ""
+    devices = f"{r['devices']} device{'s' * (r['devices'] != 1)}"
     return (
-        f"{r['step']} on {r['topology']}: {r['devices']} devices, {r['layout']} ({sizes}), {batch}, context "
+        f"{r['step']} on {r['topology']}: {devices}, {r['layout']} ({sizes}), {batch}, context "
         f"{short_length(r['context'])}{size}, weights {r['weights']}, cache {r['kv']}{other}{placed}"
     )
 

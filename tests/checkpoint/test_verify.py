@@ -47,6 +47,13 @@ def invoke(*arguments: Any) -> Result:
     return CliRunner().invoke(commands.verify, [str(a) for a in arguments])
 
 
+def test_notes_on_a_config_are_no_difference(plain: Folder, tmp_path: Path) -> None:
+    """They name its file, which is another one."""
+    plain.edit_json(lambda config: config | {"head_dim": 5, "moe_router_dtype": "bfloat16"})
+    run_convert(plain.path, tmp_path / "c")
+    assert differences(tmp_path / "c", plain.path) == []
+
+
 @pytest.mark.parametrize(
     "settings",
     [
