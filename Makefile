@@ -7,7 +7,8 @@ ON_CPU := JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu}
 # MORE=... adds options of pytest.
 PYTEST_OPTIONS := -n 2 --dist worksteal -q --durations=20 $(MORE)
 PYTEST := $(ON_CPU) $(BIN)/python -m pytest $(PYTEST_OPTIONS)
-# The arguments that run what skipped in the last run.
+# The arguments that run what skipped in the last run. Options of our own take a value after "=": pytest reads the
+# command line before it knows them, and a word of its own would be a path of tests.
 SKIPPED := $(VENV)/skipped
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 export ALLOW_MULTIPLE_LIBTPU_LOAD ?= 1
@@ -59,17 +60,17 @@ demo: $(VENV)/.base  ## the main job on a small checkpoint, made here
 	$(BIN)/glm52 demo
 
 test: $(VENV)/.test  ## the tests but the slow ones, about 8 minutes; what needs torch or libtpu skips without them
-	$(PYTEST) -m "not slow and not trials" --record-skips $(SKIPPED)
+	$(PYTEST) -m "not slow and not trials" --record-skips=$(SKIPPED)
 
 test-skipped: $(VENV)/.oracle $(VENV)/.plan  ## installs torch and libtpu, and runs what skipped in the last run
 	@test -e $(SKIPPED) || { echo "no run has been recorded: make test or make test-all comes first"; exit 1; }
 	@if [ -s $(SKIPPED) ]; then set -x; $(PYTEST) --no-skips @$(SKIPPED); else echo "nothing skipped"; fi
 
 test-slow: $(VENV)/.test  ## each slow test with one set of its parameters; SAMPLE=N takes the N-th, counted round
-	$(PYTEST) -m "slow and not trials" --sample $(SAMPLE) --record-skips $(SKIPPED)
+	$(PYTEST) -m "slow and not trials" --sample=$(SAMPLE) --record-skips=$(SKIPPED)
 
 test-all: $(VENV)/.test  ## the tests and the slow ones, about an hour
-	$(PYTEST) -m "not trials" --record-skips $(SKIPPED)
+	$(PYTEST) -m "not trials" --record-skips=$(SKIPPED)
 
 test-313: $(VENV313)/.test  ## a part of the tests on Python 3.13 with the newest JAX that there is for it
 	$(ON_CPU) $(VENV313)/bin/python -m pytest $(PYTEST_OPTIONS) -m "not slow and not trials" $(TESTS313)
