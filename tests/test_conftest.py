@@ -1,5 +1,6 @@
 """What skips is written down and can be run again, says which command runs it, and may not skip in CI."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,10 @@ def test_of_quick_ones_the_rest_is_slow(tests: pytest.Pytester) -> None:
     assert "<0>" in quick.stdout.str()
     assert "<2>" in quick.stdout.str()
     tests.runpytest_inprocess(*OPTIONS, "test_many.py").assert_outcomes(passed=5)
+
+
+def test_values_of_options_follow_an_equals_sign() -> None:
+    """A word of its own is a path to pytest, which then looks for options there: with a file of that name it fails."""
+    makefile = (Path(__file__).parents[1] / "Makefile").read_text()
+    assert "--record-skips=" in makefile
+    assert not re.search("--(record-skips|sample) ", makefile)

@@ -32,6 +32,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_eight_devices(tmp_path: Path):
     output, errors = start(tmp_path).communicate()
     assert output.split() == list(CHECKS), errors

@@ -47,7 +47,7 @@ def tied() -> Case:
 # --- ties
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_ties_fall_the_same_way_everywhere(tied: Case, form: str) -> None:
     """B11: with few index heads one key in sixteen or so scores exactly zero."""

@@ -74,7 +74,7 @@ def traced(case: Case, forms: Forms, dtype: jnp.dtype = jnp.float32) -> Run:
     return Run.of(glm.trace(case.spoiled_params(dtype), case.config, tokens, case.real, forms=forms))
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(4)
 @each_case_and("form", QUICK_FORMS)
 def test_whole_texts(case: Case, form: str) -> None:
     check(case, traced(case, FORMS[form]))
@@ -102,7 +102,7 @@ def test_forward_gives_the_logits_of_trace(released: Case) -> None:
         assert np.abs(np.asarray(logits) - released.golden["logits"]).max() < 2e-4
 
 
-@pytest.mark.quick(10)
+@pytest.mark.quick(7)
 @each_case_and("path", QUICK_PATHS)
 def test_through_the_cache(case: Case, path: str) -> None:
     form, size, page_size = PATHS[path]
@@ -142,7 +142,7 @@ def test_greedy_decode(case: Case) -> None:
         token = np.asarray(seen.logits)[:, 0].argmax(-1)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @each_case_and("form", QUICK_DRAFTS, having="mtp_draft")
 def test_chain_of_drafts(case: Case, form: str) -> None:
     """B75: rows end in a step of unequal counts; its last row's selection is reused, or each draft selects anew."""
@@ -186,7 +186,7 @@ def _cases_in_fp8() -> list[Case]:
     return [c for c in all_cases().values() if c.config.quantization]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @each_case_and("form", QUICK_BFLOAT16, having="bfloat16_error")
 def test_bfloat16(case: Case, form: str) -> None:
     """Nearly all choices and logits are those of float32, and no layer is less exact than the reference's own."""
