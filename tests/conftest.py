@@ -8,9 +8,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.needs import COMMAND
 from tests.quick_flags import quick_flags
+
+
+settings.register_profile("glm52", deadline=None)  # times depend on the machine
+settings.load_profile("glm52")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
