@@ -13,7 +13,6 @@ from hypothesis import settings
 from tests.needs import COMMAND
 from tests.quick_flags import quick_flags
 
-
 settings.register_profile("glm52", deadline=None)  # times depend on the machine
 settings.load_profile("glm52")
 
