@@ -59,7 +59,7 @@ SAMPLE ?= $(shell git rev-list --count HEAD 2> /dev/null || echo 0)
 demo: $(VENV)/.base  ## the main job on a small checkpoint, made here
 	$(BIN)/glm52 demo
 
-test: $(VENV)/.test  ## the tests but the slow ones, about 8 minutes; what needs torch or libtpu skips without them
+test: $(VENV)/.test  ## the tests but the slow ones; what needs torch or libtpu skips without them
 	$(PYTEST) -m "not slow and not trials" --record-skips=$(SKIPPED)
 
 test-skipped: $(VENV)/.oracle $(VENV)/.plan  ## installs torch and libtpu, and runs what skipped in the last run
@@ -69,7 +69,7 @@ test-skipped: $(VENV)/.oracle $(VENV)/.plan  ## installs torch and libtpu, and r
 test-slow: $(VENV)/.test  ## each slow test with one set of its parameters; SAMPLE=N takes the N-th, counted round
 	$(PYTEST) -m "slow and not trials" --sample=$(SAMPLE) --record-skips=$(SKIPPED)
 
-test-all: $(VENV)/.test  ## the tests and the slow ones, about an hour
+test-all: $(VENV)/.test  ## the tests and the slow ones
 	$(PYTEST) -m "not trials" --record-skips=$(SKIPPED)
 
 test-313: $(VENV313)/.test  ## a part of the tests on Python 3.13 with the newest JAX that there is for it
