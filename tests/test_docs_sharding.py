@@ -90,12 +90,12 @@ def test_eight_devices_give_the_text_of_one(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_two_processes_give_the_text_of_one(folder: Path) -> None:
     [_, script] = [text for text in scripts() if "glm52 generate" in text]
     assert run(folder, ["bash", "-e", "-c", script]) == text_of_one_device(folder)
 
 
+@pytest.mark.slow
 def test_python_of_the_page(folder: Path) -> None:
     [(_, program)] = blocks(PAGE, "python")
     found = run(folder, [sys.executable, "-c", program], XLA_FLAGS=with_devices(8)).splitlines()

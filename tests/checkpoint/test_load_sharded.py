@@ -32,12 +32,12 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_eight_devices(tmp_path: Path):
     output, errors = start(tmp_path).communicate()
     assert output.split() == list(CHECKS), errors
 
 
+@pytest.mark.slow
 def test_processes_read_what_their_devices_hold(tmp_path: Path):
     with socket.socket() as free:
         free.bind(("localhost", 0))

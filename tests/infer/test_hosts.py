@@ -180,7 +180,6 @@ def test_a_host_that_never_comes(checkpoint: Path) -> None:
         process.says(f"process 1 of 3 did not come to localhost:{port} within 4 s (--start-timeout)", 4 + SLACK)
 
 
-@pytest.mark.slow
 def test_a_wrong_address(checkpoint: Path) -> None:
     port, other = free_port(), free_port()
     first = generating(checkpoint, port, 2, 0, "--start-timeout", "4")
@@ -192,6 +191,7 @@ def test_a_wrong_address(checkpoint: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_another_service_at_the_address(checkpoint: Path) -> None:
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
@@ -220,7 +220,6 @@ def test_hosts_that_disagree(checkpoint: Path, places: Sequence[tuple], sentence
         process.says(sentence, START)
 
 
-@pytest.mark.slow
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("task", "sentence", "start"),
@@ -236,6 +235,7 @@ def test_a_host_that_dies_or_stops_at_the_start(task: str, sentence: str, start:
     assert second.end(SLACK) in (2, 9)
 
 
+@pytest.mark.slow
 def test_hosts_with_other_files(checkpoint: Path, tmp_path: Path) -> None:
     """The same path, but another checkpoint there, or one that is damaged."""
     copies = [tmp_path / str(number) / "model" for number in range(2)]
@@ -270,7 +270,6 @@ def test_hosts_that_trace_different_programs() -> None:
         process.says("the traced program of a step of tokens differs: ", START + SLACK)
 
 
-@pytest.mark.slow
 @pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("victim", "send", "sentence", "limit"),
@@ -296,6 +295,7 @@ def test_a_host_that_is_lost(victim: int, send: signal.Signals, sentence: str, l
     found[victim].process.communicate()
 
 
+@pytest.mark.slow
 def test_a_host_too_many(checkpoint: Path) -> None:
     """A second process 1, when the run has begun."""
     found = tasks(2, "collectives")

@@ -374,7 +374,6 @@ def test_absorbed_and_expanded_attention(dtype: str) -> None:
 # --- gradients
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("form", ["absorbed", pytest.param("expanded", marks=pytest.mark.slow)])
 def test_a_dead_row_spoils_no_gradient(form: str) -> None:
     """B08: a row of nothing but padding: finite loss and gradients, those of the live row alone."""
