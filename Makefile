@@ -72,8 +72,8 @@ test-slow: $(VENV)/.test  ## each slow test with one set of its parameters; SAMP
 test-all: $(VENV)/.test  ## the tests and the slow ones
 	$(PYTEST) -m "not trials" --record-skips=$(SKIPPED)
 
-test-313: $(VENV313)/.test  ## a part of the tests on Python 3.13 with the newest JAX that there is for it
-	$(ON_CPU) $(VENV313)/bin/python -m pytest $(PYTEST_OPTIONS) -m "not slow and not trials" $(TESTS313)
+test-313: $(VENV313)/.test  ## one set of parameters of some tests on Python 3.13 with the newest JAX for it; SAMPLE=N
+	$(ON_CPU) $(VENV313)/bin/python -m pytest $(PYTEST_OPTIONS) -m "not slow and not trials" --sample=$(SAMPLE) $(TESTS313)
 
 trials: $(VENV)/.test  ## long loops of chance: kills of conversions, random layouts
 	$(ON_CPU) $(BIN)/python -m pytest -q -n 0 -s -m trials --durations=0

@@ -40,7 +40,7 @@ def test_consoles_show_a_name_as_it_is(name: str, monkeypatch: pytest.MonkeyPatc
     assert name in written.getvalue()
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_commands_on_files_show_a_name_as_it_is(name: str, tmp_path: Path) -> None:
     """A conversion into a folder of that name, its check, the way back, and the account of both."""

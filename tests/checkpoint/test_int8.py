@@ -60,6 +60,7 @@ def test_codes_stay_codes_from_file_to_device(int8: Path) -> None:
     assert params["moe"]["router_bias" if "router_bias" in params["moe"] else "bias"].dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_kept_and_dequantised_give_the_same_logits(int8: Path, config: ModelConfig) -> None:
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 20))
     kept, plain = (

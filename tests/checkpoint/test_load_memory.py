@@ -80,7 +80,7 @@ def make_zeros(folder: Path, config: ModelConfig) -> None:
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "experts", "fp8", "keywords"),
     [

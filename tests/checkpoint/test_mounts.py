@@ -208,6 +208,7 @@ def failing_at(number: int, code: int) -> tuple[Callable[[int], None], list[bool
     return fsync, calls
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
 def test_a_flush_that_fails_is_one_sentence_and_a_rerun_ends_it(

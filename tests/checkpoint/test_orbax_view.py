@@ -67,6 +67,7 @@ def name_an_array_that_is_not_there(tree: dict[str, Any]) -> None:
     }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [

@@ -119,6 +119,7 @@ def journal(destination: Path) -> list[bytes]:
     return [line for text in lines for line in text.split(b"\n")[:-1]]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "kills", [pytest.param(12, id="a-dozen"), pytest.param(100, id="a-hundred", marks=pytest.mark.trials)]
 )

@@ -24,6 +24,7 @@ def run(*arguments: str, stdin: str | None = None) -> Result:
     return CliRunner().invoke(glm52, list(arguments), input=stdin, catch_exceptions=True)
 
 
+@pytest.mark.quick(1)
 def test_generate_prints_the_text_and_the_figures(checkpoint: Path, params: dict) -> None:
     tokenizer = Tokenizer.load(checkpoint)
     expected = generate(params, CONFIG, [tokenizer.encode("Hello, you")], 12, stop_ids=())[0]

@@ -44,6 +44,7 @@ def sentence(run: Callable[[], Any]) -> str:
     return str(error.value)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("way", "value"), [*((way, np.nan) for way in WAYS), ("greedy", np.inf)])
 def test_a_weight_that_is_no_number_ends_the_text(
     config: ModelConfig, params: dict[str, Any], way: str, value: float
@@ -94,6 +95,7 @@ def test_a_token_made_later_is_where_it_ends(config: ModelConfig, params: dict[s
     assert made == free[: len(made)]
 
 
+@pytest.mark.slow
 def test_a_broken_draft_layer_is_not_only_slow(config: ModelConfig, params: dict[str, Any]) -> None:
     """Its drafts would be refused one after another, and the text would be right."""
     broken = spoiled(params, "mtp.norm", (3,), np.nan)

@@ -25,7 +25,7 @@ def prompts_of(case: Any) -> list[list[int]]:
     return [row[real].tolist() for row, real in zip(case.tokens, case.real, strict=True)]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "drafts", "chunk"),
     [
@@ -108,6 +108,7 @@ def test_no_more_tokens_than_asked_for(config: ModelConfig, params: dict[str, An
     assert generate(params, config, [], 3) == []
 
 
+@pytest.mark.slow
 def test_every_length_around_a_page(config: ModelConfig, params: dict[str, Any]) -> None:
     """B61: prompts of a page less one, a page, one more; the next token is that of a run over the whole text."""
     text = np.random.default_rng(0).integers(0, 250, 66).tolist()

@@ -180,6 +180,7 @@ def test_a_host_that_never_comes(checkpoint: Path) -> None:
         process.says(f"process 1 of 3 did not come to localhost:{port} within 4 s (--start-timeout)", 4 + SLACK)
 
 
+@pytest.mark.slow
 def test_a_wrong_address(checkpoint: Path) -> None:
     port, other = free_port(), free_port()
     first = generating(checkpoint, port, 2, 0, "--start-timeout", "4")
@@ -270,7 +271,7 @@ def test_hosts_that_trace_different_programs() -> None:
         process.says("the traced program of a step of tokens differs: ", START + SLACK)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("victim", "send", "sentence", "limit"),
     [

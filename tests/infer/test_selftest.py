@@ -165,6 +165,7 @@ def test_every_operation_and_collective_has_its_check() -> None:
     assert functions - {"live", "after"} == set(OPERATIONS)  # these two send nothing
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ["index_topk", "closed_up", "last_of_best", "choose_experts", "block_matmul"])
 def test_kernels_for_tpus_pass_the_checks_that_they_will_meet(machine: Machine, name: str) -> None:
     """On a TPU these checks are the first to run a kernel beside its reference; here it is interpreted."""

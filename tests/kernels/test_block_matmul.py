@@ -51,6 +51,7 @@ def test_any_shape(rows: int, shape: tuple[int, ...], block: tuple[int, int], la
     np.testing.assert_allclose(got, expected, atol=1e-4)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("chip", "codes", "rows", "shape"),
     [

@@ -56,6 +56,7 @@ def slot(table: np.ndarray, stack: np.ndarray, row: int, position: int) -> int:
     return page * page_size + position % page_size if 0 <= page < stack.shape[1] else -1
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("backend", PORTABLE)
 @pytest.mark.parametrize("tokens", [1, 2, 6, 11])
 @given(data=st.data())

@@ -93,7 +93,7 @@ def both(
     assert tokens == values.shape[1]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", quickly(LATENT, "plain", "lanes", "groups in lanes", "tensor"))
 @given(
     page_size=st.sampled_from([1, 3, 4, 8, 16]),

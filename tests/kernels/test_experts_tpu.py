@@ -153,6 +153,7 @@ def test_several_windows_and_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_allclose(got, exact(x, experts, gates, gate_up, down), atol=1e-4)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("tokens", [16, 80])
 def test_no_races(tokens: int, racing: str) -> None:
     gate_up, down = stacks(256, 128)

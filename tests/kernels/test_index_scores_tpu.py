@@ -88,6 +88,7 @@ def with_padding(arguments: list, share: float) -> None:
     assert (got[padding] == -np.inf).all()
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats(name: str) -> None:
     with_padding(setting(FORMATS[name], 2, 7, 3, 8, 5), 0.3)

@@ -64,6 +64,7 @@ def check(arguments: list, k: int, run) -> None:
 interpreted = functools.partial(index_topk, backend="interpret")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "tokens", "page", "lengths"),
     quickly(

@@ -77,6 +77,7 @@ def both(arguments: list, form: str | None, backend: str = "interpret:v5p") -> t
     return np.asarray(got[0], np.float32), np.asarray(got[1])
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "form"),
     quickly(
@@ -117,6 +118,7 @@ def test_lists_of_units_made_before(form: str, planned: int) -> None:
     both(arguments, form)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_agree_with_padding_queries_between(form: str) -> None:
     """Padding costs nothing, may hold anything and gives nothing, wherever it stands."""
@@ -131,6 +133,7 @@ def test_forms_agree_with_padding_queries_between(form: str) -> None:
     both(arguments, form)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("counts", [(0, 9, 0, 0, 40), (0, 16, 32, 8), (0,)])
 def test_lengths_of_lists(counts: tuple[int, ...]) -> None:
     """Chunks of one list are copied during those of another, whichever lists have none."""

@@ -73,6 +73,7 @@ def _zero_scores(case: Case) -> int:
     return int((scores == 0).sum())
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_nothing_but_ties(form: str) -> None:
     """B11: with index queries of zero, every score is a zero of either sign, and the lowest positions are taken."""
@@ -86,6 +87,7 @@ def test_nothing_but_ties(form: str) -> None:
 # --- the cache's slots, pages and chunks
 
 
+@pytest.mark.quick(1)
 def test_unwritten_slots_do_not_matter(three: Case) -> None:
     """B13: NaN, infinity or zero in slots that were never written: the same bits."""
     runs = [Walk(three, three.params(), page_size=5, fill=fill).run(1, DECODE) for fill in (np.nan, 0.0, np.inf)]
@@ -127,7 +129,7 @@ def test_decode_across_the_limit(three: Case) -> None:
     check(three, walk.run(1, DECODE).seen)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("size", [1, 8])
 def test_lengths_at_the_edges_of_pages(size: int) -> None:
     """B61: a page less one, a page, one more, two pages; the longest row fills the cache to its last slot."""
@@ -162,7 +164,7 @@ def _long() -> Case:
 # --- padding
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("side", ["left", "right", "both"])
 @pytest.mark.parametrize("form", ["absorbed-indices-cpu", "expanded-mask-cpu"])
 def test_padded_rows_equal_single_runs(side: str, form: str) -> None:

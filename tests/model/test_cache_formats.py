@@ -122,7 +122,7 @@ def test_bytes_of_a_row_are_those_of_the_account() -> None:
         assert form.row_bytes == index_key_bytes(config)[account]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("form", FP8, ids=lambda form: f"{form.latent}-{form.index_keys}")
 def test_the_model_is_the_same_through_every_path(params: dict, form: CacheFormat) -> None:
     """Rows are rounded one by one, so chunks, pages, padding and neighbours change nothing but float32's last bits.

@@ -23,6 +23,8 @@ from glm52_jax.selection import Selection
 from tests.model.cases import Case, all_cases
 from tests.model.faults import Patch, everywhere, fresh_decode, fresh_trace, mentions, rounded, wrap
 
+pytestmark = pytest.mark.slow  # they try the tests, not the model
+
 
 @pytest.fixture
 def case(released: Case) -> Case:

@@ -12,6 +12,8 @@ from glm52_jax.primitives import Rotary, rms_norm
 from tests.model.cases import Case, all_cases
 from tests.model.faults import Patch, everywhere, fresh_decode, fresh_drafts, fresh_trace, mentions, wrap
 
+pytestmark = pytest.mark.slow  # they try the tests, not the model
+
 
 @pytest.fixture
 def case(released: Case) -> Case:

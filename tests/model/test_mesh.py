@@ -13,9 +13,9 @@ QUICK = (
     "batch-and-experts",
     "all-axes",
     "ties-over-devices",
-    "random-layouts",
 )
 SLOW = (
+    "random-layouts",
     "pages-and-heads",
     "pages-and-heads-expanded",
     "pages-and-heads-mask",

@@ -145,6 +145,7 @@ def select(keys: np.ndarray, x: jax.Array, latent: jax.Array, form: str, backend
     return np.asarray((got.indices[0][..., None] == np.arange(length)).any(1))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("form", ["indices", "mask"])
 def test_selection_is_the_plain_top_k(form: str, backend: str) -> None:
@@ -374,6 +375,7 @@ def test_absorbed_and_expanded_attention(dtype: str) -> None:
 # --- gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["absorbed", pytest.param("expanded", marks=pytest.mark.slow)])
 def test_a_dead_row_spoils_no_gradient(form: str) -> None:
     """B08: a row of nothing but padding: finite loss and gradients, those of the live row alone."""

@@ -80,7 +80,7 @@ def test_whole_texts(case: Case, form: str) -> None:
     check(case, traced(case, FORMS[form]))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @each_case_and("form", QUICK_ON_TPUS)
 def test_whole_texts_by_the_kernels_for_tpus(case: Case, form: str) -> None:
     check(case, traced(case, ON_TPUS[form]))
@@ -102,7 +102,7 @@ def test_forward_gives_the_logits_of_trace(released: Case) -> None:
         assert np.abs(np.asarray(logits) - released.golden["logits"]).max() < 2e-4
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(4)
 @each_case_and("path", QUICK_PATHS)
 def test_through_the_cache(case: Case, path: str) -> None:
     form, size, page_size = PATHS[path]
@@ -116,6 +116,7 @@ def test_through_the_cache(case: Case, path: str) -> None:
     assert not walk.partly_written()
 
 
+@pytest.mark.quick(1)
 @each_case("released_plan", "left_padded", "irregular_plan")
 def test_decode_after_an_expanded_prefill(case: Case) -> None:
     """The two forms read one cache; the switch comes at another length in each row."""
@@ -142,7 +143,7 @@ def test_greedy_decode(case: Case) -> None:
         token = np.asarray(seen.logits)[:, 0].argmax(-1)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @each_case_and("form", QUICK_DRAFTS, having="mtp_draft")
 def test_chain_of_drafts(case: Case, form: str) -> None:
     """B75: rows end in a step of unequal counts; its last row's selection is reused, or each draft selects anew."""

@@ -114,6 +114,7 @@ def test_index_scores(dtype: str, backend: str, tokens: int) -> None:
     assert all(exact(e) for e in products(found))
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("form", FORMS)
 def test_whole_model(dtype: str, form: str) -> None:
     """Every product accumulates in float32, those of float32 operands ask for the highest precision, and norms,
