@@ -30,8 +30,8 @@ from glm52_jax.row_formats import RowStack, is_rotated, parts_of
 from glm52_jax.selection import Selection
 from glm52_jax.spec import Stack, stack_layers
 from sharding.collectives import after, all_gather
+from sharding.exchange import resolve_transport
 from sharding.layout import SINGLE, Layout
-from sharding.ragged import resolve_transport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Forms:
         backend: backend of the kernels, see `kernels.BACKENDS`.
         layout: the mesh whose shards the step runs on; one device by default.
         dispatch: how tokens reach experts on other devices; chosen by the size of the step when None.
-        transport: how rows are exchanged there, see `sharding.ragged.resolve_transport`.
+        transport: how rows are exchanged there, see `sharding.exchange.resolve_transport`.
         halves: exchange rows in two halves, so that one may travel while the experts of the other are computed.
     """
 

@@ -2,7 +2,7 @@
 
 Everything here runs on the shards of a mesh (inside of one `shard_map`). Tokens differ over the axes of `batch`
 and `tokens`, experts are divided over those of `experts`, their width over those of `expert_mlp`. What an expert
-computes is the business of `kernels.experts`, where its rows are sent that of `sharding.ragged`.
+computes is the business of `kernels.experts`, where its rows are sent that of `sharding.exchange`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from glm52_jax.kernels.experts.api import routed_experts
 from glm52_jax.moe_form import GATHER, DispatchForm, Hop, axes_of_dispatch, hops
 from glm52_jax.quant import BlockQuantized, Weight
 from sharding.collectives import after, all_gather, index, own_part, pmax, psum, psum_scatter
+from sharding.exchange import as_pieces, as_rows, exchange, round_windows, rounds_needed, rows_to_send, unwritten
 from sharding.layout import Layout
-from sharding.ragged import as_pieces, as_rows, exchange, round_windows, rounds_needed, rows_to_send, unwritten
 
 Compute = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Rows `[rows, embed]`, their experts by local number int32 `[rows, k]` (-1: none), gates; float32 `[rows, embed]`."""
@@ -124,7 +124,7 @@ class _Outgoing(NamedTuple):
         rows: a token's hidden state in each row, in pieces.
         packed: int32, all experts of that token and its gates, in pieces; the receiver knows its own.
         counts: int32 `[sources, destinations]`.
-        row_of: see `sharding.ragged.Sending`.
+        row_of: see `sharding.exchange.Sending`.
     """
 
     rows: jax.Array

@@ -11,8 +11,8 @@ import math
 from glm52_jax.axis_rules import different_and_alike
 from glm52_jax.config import ModelConfig
 from glm52_jax.errors import InputError
+from sharding.exchange import Group
 from sharding.layout import DATA, Layout
-from sharding.ragged import Group
 
 FORMS = ("gather", "all_to_all")
 STEP_BYTES = 2**19
@@ -28,7 +28,7 @@ class DispatchForm:
     Attributes:
         name: "gather": every device computes its experts for the tokens of all. "all_to_all": each token's row goes
             once to each device that holds one of its experts, and its sum comes back.
-        transport: see `sharding.ragged.resolve_transport`.
+        transport: see `sharding.exchange.resolve_transport`.
         capacity: rows of a receive buffer as a multiple of the mean load under even routing; the rest takes more
             rounds. A smaller one saves memory, a larger one saves rounds where routing is uneven.
         halves: whether tokens are exchanged and computed in two halves that do not depend on each other, so that one
@@ -193,7 +193,7 @@ def choose_form(
     Args:
         tokens: of one device.
         itemsize: bytes of a hidden value.
-        transport: see `sharding.ragged.resolve_transport`.
+        transport: see `sharding.exchange.resolve_transport`.
     """
     wide = DispatchForm("all_to_all", transport)
     gather = account_of_gather(layout, tokens, config, itemsize)

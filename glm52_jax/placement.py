@@ -21,7 +21,7 @@ from glm52_jax.params import build, leaf_of
 from glm52_jax.quant import BlockQuantized
 from glm52_jax.spec import Param
 from sharding.layout import AXES, Layout
-from sharding.rules import partition
+from sharding.partition import partition
 
 
 def param_spec(param: Param, config: ModelConfig, layout: Layout) -> PartitionSpec:

@@ -34,10 +34,10 @@ from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
 from infer.finite import NOWHERE, finite, marked
 from infer.sampling import Sampling, next_token
 from infer.speculative import MAX_DRAFT_TOKENS, Window, accept, draft
-from sharding import hosts
 from sharding.collectives import after, all_gather, index, psum
+from sharding.exchange import OVERLAP_OPTIONS
+from sharding.hosts import process_group
 from sharding.layout import SINGLE, Layout
-from sharding.ragged import OVERLAP_OPTIONS
 
 _WITHOUT_RAGGED = ("TPU v5 lite",)  # on its larger slices the compiler refuses ragged exchanges
 
@@ -83,11 +83,11 @@ class Step:
     jitted: Any
 
     def __call__(self, *arguments: Any) -> Any:
-        if hosts.current().processes > 1 and self.jitted not in _agreed:
+        if process_group.current().processes > 1 and self.jitted not in _agreed:
             # Hosts that trace different programs would wait for each other without end.
             text = self.jitted.lower(*arguments).as_text()
             found = hashlib.sha256(text.encode()).hexdigest()[:16]
-            hosts.current().agree(f"the traced program of a step of {', '.join(self.names[2:])}", found)
+            process_group.current().agree(f"the traced program of a step of {', '.join(self.names[2:])}", found)
             _agreed.add(self.jitted)
         return self.jitted(*arguments)
 

@@ -166,7 +166,7 @@ def test_the_manifest_asks_for_whole_slices() -> None:
     from click import Context
 
     from glm52_jax.cli import glm52
-    from sharding.topology import Topology
+    from sharding.compiler.topology import Topology
 
     manifest = yaml.safe_load(MANIFEST.read_text())
     assert "exclusive-topology" in " ".join(manifest["metadata"]["annotations"])

@@ -25,7 +25,7 @@ from benchmarks.kernels.progress import progress
 from benchmarks.kernels.store import Store
 from benchmarks.kernels.work import Job, done
 from benchmarks.schedule.dump import use_compiler_alone
-from sharding.chips import CHIPS
+from sharding.compiler.chips import CHIPS
 from sharding.errors import InputError
 
 _WIDE = 230  # columns of a table that no terminal shows

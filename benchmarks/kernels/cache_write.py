@@ -76,7 +76,7 @@ def _scalars(batch: int, tokens: int, chip: str) -> dict[tuple[str, int], Any]:
     """What the kernel is told of its tiles: one sequence after another, each run at a random place of a page."""
     from glm52_jax.kernels.cache_write.blocks import choose
     from glm52_jax.kernels.cache_write.tpu import places
-    from sharding.chips import CHIPS
+    from sharding.compiler.chips import CHIPS
 
     generator = np.random.default_rng(0)
     first = generator.integers(0, 64 if tokens < 64 else 1, batch) * 1

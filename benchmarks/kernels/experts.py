@@ -16,7 +16,7 @@ from glm52_jax.kernels import Target
 from glm52_jax.kernels.experts import blocks
 from glm52_jax.kernels.experts.api import routed_experts
 from glm52_jax.quant import FLOAT8, BlockQuantized
-from sharding import chips
+from sharding.compiler import chips
 
 EMBED, WIDTH, K, ROUTED, LAYERS = 6144, 2048, 8, 256, 3
 _BLOCK = 128

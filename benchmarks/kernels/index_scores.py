@@ -94,7 +94,7 @@ def _build(
     from glm52_jax.kernels import Target
     from glm52_jax.kernels.index_scores.blocks import choose
     from glm52_jax.kernels.index_scores.tpu import index_scores as on_tpu
-    from sharding.chips import chip as chip_of
+    from sharding.compiler.chips import chip as chip_of
 
     target = Target(chip_of(chip))
     blocks = choose(target, tokens, capacity, PAGE, sizes)

@@ -31,7 +31,7 @@ from glm52_jax.kernels.topk.api import closed_up, last_of_best, topk_mask
 from glm52_jax.primitives import Rotary
 from glm52_jax.row_formats import LaneRows, PlainRows, RowFormat, TensorRows, parts_of, stack_of
 from glm52_jax.selection import Selection
-from sharding.chips import CHIPS
+from sharding.compiler.chips import CHIPS
 
 HEADS, WIDTH, RANK, ROPE = 64, 576, 512, 64
 INDEX_HEADS, INDEX_WIDTH, SELECTED = 32, 128, 2048

@@ -13,8 +13,8 @@ from benchmarks.kernels.case import Case
 from benchmarks.kernels.figures import BYTES, COPIES, FLOPS, Figures
 from benchmarks.schedule.chips import IDEAL
 from benchmarks.schedule.estimate import Estimate, compile_one, estimate
-from sharding import chips
-from sharding.compiled import CompiledStep
+from sharding.compiler import chips
+from sharding.compiler.compile import CompiledStep
 
 MIB = 2**20
 _LAYER = 16 * MIB  # of a stack that is meant

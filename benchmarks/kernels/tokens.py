@@ -18,7 +18,7 @@ from glm52_jax.kernels.block_matmul.api import block_matmul
 from glm52_jax.kernels.experts.api import routed_experts
 from glm52_jax.kernels.router.api import Rule, choose_experts
 from glm52_jax.quant import FLOAT8, BlockQuantized
-from sharding.chips import CHIPS
+from sharding.compiler.chips import CHIPS
 
 EMBED, ROUTED, HERE, K, WIDTH, OUT = 6144, 256, 4, 8, 512, 576
 LAYERS, BLOCK = 2, 128

@@ -1,10 +1,10 @@
-"""What the estimate needs to know of a chip beside `sharding.chips`. Every number says where it is from."""
+"""What the estimate needs to know of a chip beside `sharding.compiler.chips`. Every number says where it is from."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from sharding.chips import Chip
+from sharding.compiler.chips import Chip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,12 +18,12 @@ from benchmarks.schedule.chips import CAL, IDEAL, TIMINGS, Core, Settings
 from benchmarks.schedule.dump import clear, schedules
 from benchmarks.schedule.execute import Run, Schedule
 from benchmarks.schedule.machine import tiled_words
-from sharding.chips import Chip
-from sharding.compiled import CompiledStep, compile_for
-from sharding.hlo_bytes import hbm_bytes, is_note
-from sharding.hlo_calls import executions
-from sharding.hlo_text import Instruction, Module
-from sharding.topology import one_device
+from sharding.compiler.chips import Chip
+from sharding.compiler.compile import CompiledStep, compile_for
+from sharding.compiler.hlo.executions import executions
+from sharding.compiler.hlo.text import Instruction, Module
+from sharding.compiler.hlo.traffic import hbm_bytes, is_note
+from sharding.compiler.topology import one_device
 
 Scalars = Mapping[tuple[str, int], Any]
 """Values of operands by (part of a kernel's name, operand's number); see `benchmarks.kernels.case.Built`."""
@@ -72,7 +72,7 @@ class Estimate:
         kernels: the longest first.
         missing: kernels that could not be read, and why.
         xla_seconds: of everything else: for each instruction the longer of the compiler's own figure
-            (`estimated_cycles` at the clock of `sharding.chips`) and the time in which its bytes pass HBM.
+            (`estimated_cycles` at the clock of `sharding.compiler.chips`) and the time in which its bytes pass HBM.
         xla_bytes: that it moves.
         bytes_alone: fusions for which the compiler has no figure (gathers, scatters).
         uncosted: opcodes, and loops without known trips, for which nothing is known: `xla_seconds` is no figure then.

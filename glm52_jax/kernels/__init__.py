@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from glm52_jax.errors import InputError
-from sharding import chips
-from sharding.chips import Chip
+from sharding.compiler import chips
+from sharding.compiler.chips import Chip
 
 BACKENDS = ("reference", "cpu", "tpu", "interpret")
 """What can be asked for. "interpret" runs the kernels for TPUs on any device, slowly, for tests."""

@@ -26,7 +26,7 @@ from infer.commands.session import (
     stream_texts,
 )
 from infer.generation import Generation
-from sharding.hosts import Hosts
+from sharding.hosts.process_group import Hosts
 
 END_OF_THINKING = "</think>"
 

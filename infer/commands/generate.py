@@ -23,7 +23,7 @@ from infer.commands.session import (
     stream_texts,
 )
 from infer.generation import Generation
-from sharding.hosts import Hosts
+from sharding.hosts.process_group import Hosts
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

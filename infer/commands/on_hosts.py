@@ -20,7 +20,7 @@ from glm52_jax.errors import InputError
 from glm52_jax.params import abstract_params
 from glm52_jax.placement import param_specs
 from glm52_jax.streams import writer
-from sharding.hosts import SILENCE_SECONDS, START_SECONDS, Hosts, join
+from sharding.hosts.process_group import SILENCE_SECONDS, START_SECONDS, Hosts, join
 from sharding.jax_settings import own_settings, start_devices
 from sharding.layout import SINGLE, Layout
 from sharding.presets import read_layouts

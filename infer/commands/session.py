@@ -26,7 +26,7 @@ from infer.generation import STOP, Figures, Generation
 from infer.memory import refuse_too_large
 from infer.sampling import Sampling
 from infer.speculative import MAX_DRAFT_TOKENS
-from sharding.hosts import ALONE, Hosts
+from sharding.hosts.process_group import ALONE, Hosts
 from sharding.layout import Layout
 
 Command = Callable[..., Any]

@@ -10,10 +10,10 @@ import math
 from typing import Any
 
 from infer.plan.request import Request
-from sharding.chips import Chip
-from sharding.hlo import Program
-from sharding.hlo_collectives import Collective
-from sharding.links import seconds_by_dimension
+from sharding.compiler.chips import Chip
+from sharding.compiler.hlo.collectives import Collective
+from sharding.compiler.hlo.program import Program
+from sharding.compiler.links import seconds_by_dimension
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from glm52_jax.errors import InputError
 from glm52_jax.files import check_file, whole_file, writing
 from infer.plan.plan import Plan
-from sharding.chips import GIB
+from sharding.compiler.chips import GIB
 
 FORMATS = (".png", ".pdf", ".svg")
 

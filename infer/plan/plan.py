@@ -86,7 +86,7 @@ def compile_plan(asked: Request) -> Plan:
         InputError: the compiler refuses the step for another reason than its memory.
         NoCompilerError: libtpu is not installed, or does not know the slice.
     """
-    from sharding.compiled import compile_for
+    from sharding.compiler.compile import compile_for
 
     placed = asked.topology.mesh(asked.layout)
     provider = asked.provider(placed.mesh)

@@ -18,10 +18,10 @@ from glm52_jax.user_values import number, whole_number
 from infer.plan.account import Account, account, parameter_bytes
 from infer.speculative import MAX_DRAFT_TOKENS
 from infer.steps import StepProvider
+from sharding.compiler.topology import Topology
 from sharding.jax_settings import under_own_settings
 from sharding.layout import Layout
 from sharding.presets import PRESETS, read_layouts
-from sharding.topology import Topology
 
 STEPS = ("decode", "verify", "prefill")
 KERNELS = ("reference", "cpu", "tpu")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from infer.plan.plan import Plan, analytic_plan, compile_plan
 from infer.plan.request import Request, accounted, described
-from sharding.topology import NoCompilerError
+from sharding.compiler.topology import NoCompilerError
 
 NO_COMPILER = "libtpu is not installed (pip install 'glm52-jax[plan]')"
 TOO_LARGE = "not compiled: parameters and caches alone take more than a device has"

@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec
 from infer.selftest.checks import Check, Found, Skip, Wrong
 from infer.selftest.machine import Machine
 from sharding import collectives as ours
-from sharding.chips import Chip
+from sharding.compiler.chips import Chip
+from sharding.exchange import Group, exchange, resolve_transport, round_windows
 from sharding.layout import AXES, DATA, Layout
-from sharding.ragged import Group, exchange, resolve_transport, round_windows
 
 _EVERYWHERE = PartitionSpec(AXES)
 _MOST_BYTES = 256 * 2**20  # of what one collective makes on a device

@@ -19,7 +19,7 @@ from infer.commands.on_hosts import on_hosts
 from infer.selftest.checks import FAIL, PASS, SKIP, Section, run_sections
 from infer.selftest.report import DEFAULT_NAME, Report, checked_path, line
 from infer.selftest.together import agreed
-from sharding.hosts import ALONE, Hosts
+from sharding.hosts.process_group import ALONE, Hosts
 from sharding.jax_settings import under_own_settings
 
 DEFAULT_LAYOUT = "throughput"

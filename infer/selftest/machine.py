@@ -11,10 +11,10 @@ from jax.sharding import Mesh
 from glm52_jax.axis_rules import check_rules
 from glm52_jax.config import BUILT_IN
 from glm52_jax.kernels import resolve_backend
-from sharding import chips
+from sharding.compiler import chips
+from sharding.compiler.topology import Topology
 from sharding.layout import Layout
 from sharding.presets import read_layouts
-from sharding.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ from infer.plan.account import Account, account
 from infer.selftest.checks import Check, Found, Once, Skip, Wrong
 from infer.selftest.machine import Machine, memory_limit
 from infer.steps import State, StepProvider
-from sharding.hosts import current
+from sharding.hosts.process_group import current
 from sharding.layout import SINGLE, Layout
 
 GIB = 2**30

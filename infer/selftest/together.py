@@ -10,7 +10,7 @@ import threading
 from collections.abc import Generator, Iterable, Iterator
 
 from infer.selftest.checks import FAIL, Outcome
-from sharding.hosts import Hosts
+from sharding.hosts.process_group import Hosts
 
 WAIT_SECONDS = 180.0
 """After a failure on one host, the others may be waiting for its devices without end."""

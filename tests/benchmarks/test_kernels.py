@@ -12,7 +12,7 @@ from benchmarks.kernels.figures import BYTES, COPIES, FLOPS, Figures
 from benchmarks.kernels.store import Store
 from benchmarks.kernels.work import Job
 from infer.generation import _rounded
-from sharding.chips import CHIPS
+from sharding.compiler.chips import CHIPS
 from sharding.errors import InputError
 
 

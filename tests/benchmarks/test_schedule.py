@@ -14,7 +14,7 @@ from benchmarks.schedule.execute import Schedule
 from benchmarks.schedule.machine import VECTOR_TO_SCALAR, Machine, tiled_words
 from benchmarks.schedule.scalar import Translator
 from benchmarks.schedule.units import Results, issue, results_per_matmul
-from sharding.chips import CHIPS
+from sharding.compiler.chips import CHIPS
 from tests import needs
 
 # Reads how many blocks there are, then copies them one by one.

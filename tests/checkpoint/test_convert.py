@@ -149,6 +149,7 @@ def test_large_matrices_are_cut_into_equal_chunks():
 # Loading.
 
 
+@pytest.mark.quick(1)
 def test_both_formats_load_to_equal_parameters_and_logits(pair: tuple[Folder, Path]):
     published, target = pair
     expected, report = load_with_report(published.path)

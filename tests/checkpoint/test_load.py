@@ -146,6 +146,7 @@ def test_every_leaf_comes_from_the_file(plain_folder: Folder, fp8_folder: Folder
         assert seen == sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
+@pytest.mark.slow
 def test_float8_kept_and_dequantized_give_equal_logits(fp8_folder: Folder, fp8_config: ModelConfig):
     kept, plain = (load_params(fp8_folder.path, fp8=fp8) for fp8 in ("keep", "dequantize"))
     assert isinstance(kept["moe"]["down"], BlockQuantized)
@@ -318,6 +319,7 @@ def test_indexers_of_shared_layers_are_left_with_the_reason(plain: Folder, param
     assert any("1 tensor is not used" in note and "rope_theta" in note for note in report.notes)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("inner", ["shared_head.head.weight", "embed_tokens.weight"])
 @pytest.mark.parametrize("suffix", ["_scale_inv", "_scale"])
 @pytest.mark.parametrize("there", [False, True])

@@ -128,6 +128,7 @@ REFUSALS = [
 ]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("code", LINK_ERRORS)
 def test_hard_links_are_not_needed(

@@ -121,7 +121,7 @@ def journal(destination: Path) -> list[bytes]:
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
-    "kills", [pytest.param(12, id="a-dozen"), pytest.param(100, id="a-hundred", marks=pytest.mark.trials)]
+    "kills", [pytest.param(4, id="a-few"), pytest.param(100, id="a-hundred", marks=pytest.mark.trials)]
 )
 def test_a_killed_conversion_goes_on(tmp_path: Path, source: Path, whole: tuple[Path, float], kills: int):
     found = killed(kills, source, tmp_path, whole)
@@ -129,6 +129,7 @@ def test_a_killed_conversion_goes_on(tmp_path: Path, source: Path, whole: tuple[
     assert any(done > 0 for done in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [pytest.param(2), pytest.param(100, marks=pytest.mark.trials)])
 def test_one_of_two_processes_is_killed(tmp_path: Path, source: Path, whole: tuple[Path, float], rounds: int):
     rng, kills = random.Random(rounds), 0

@@ -23,9 +23,9 @@ from infer.commands.chat import chat
 from infer.commands.generate import generate
 from infer.commands.session import Session
 from infer.steps import Step
-from sharding import hosts
 from sharding.errors import InputError
-from sharding.hosts import Hosts
+from sharding.hosts import process_group
+from sharding.hosts.process_group import Hosts
 
 # Whatever their lengths, prompts of up to 55 tokens share compiled steps.
 LINES = "hello\n/think\nyou\n/new\nonce more\n/exit\nnever read\n"
@@ -120,7 +120,7 @@ def at_start(action: Callable[[], Any]) -> Callable[..., None]:
     def task(*_: Any) -> None:
         raise AssertionError("this run must not begin")
 
-    start = hosts._start_jax
+    start = process_group._start_jax
 
     def instead(terms: Any, *rest: Any) -> None:
         if terms.process == 1:
@@ -128,7 +128,7 @@ def at_start(action: Callable[[], Any]) -> Callable[..., None]:
         start(terms, *rest)
 
     def prepare() -> None:
-        hosts._start_jax = instead
+        process_group._start_jax = instead
 
     task.prepare = prepare  # type: ignore[attr-defined]
     return task
@@ -148,7 +148,7 @@ def main() -> None:
     task, checkpoint, layout, start, silence = sys.argv[1:6]
     getattr(TASKS[task], "prepare", lambda: None)()
     try:
-        with hosts.join(start_seconds=float(start), silence_seconds=float(silence)) as here:
+        with process_group.join(start_seconds=float(start), silence_seconds=float(silence)) as here:
             TASKS[task](here, checkpoint, layout if layout != "none" else None)
     except InputError as error:
         print(f"glm52: {error}", file=sys.stderr)

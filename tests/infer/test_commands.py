@@ -38,6 +38,7 @@ def test_generate_prints_the_text_and_the_figures(checkpoint: Path, params: dict
     assert piped.stdout == result.stdout
 
 
+@pytest.mark.slow
 def test_generate_takes_several_prompts_and_traces_its_steps(checkpoint: Path, tmp_path: Path) -> None:
     options = ("-n", "4", "-t", "1", "--seed", "5", "--kv", "fp8", "--profile", str(tmp_path / "trace"))
     result = run("generate", str(checkpoint), "one", "another one", *options)

@@ -61,6 +61,7 @@ def test_drafts_that_are_always_wrong_only_cost_time(config: ModelConfig, params
     assert generation.reasons == [LENGTH]
 
 
+@pytest.mark.slow
 def test_a_request_does_not_depend_on_its_neighbours(config: ModelConfig, params: dict[str, Any]) -> None:
     """B68: alone, in a batch, in another slot. (Greedy ones: `left_padded` above.)"""
     others = [[1, 2, 3], [250] * 15]
@@ -151,6 +152,7 @@ def test_a_step_is_its_own_description(config: ModelConfig, params: dict[str, An
         chex.assert_trees_all_equal_shapes_and_dtypes(out[0], step.arguments[1])
 
 
+@pytest.mark.slow
 def test_the_draft_layers_cache_has_no_holes(config: ModelConfig, params: dict[str, Any]) -> None:
     """B76, B80: after some rounds the MTP layer's rows are those of one run over all verified tokens."""
     drafts, capacity = 3, 64

@@ -19,8 +19,8 @@ from glm52_jax.checkpoint.load import load_params
 from glm52_jax.config import BUILT_IN
 from glm52_jax.errors import InputError
 from infer.commands import on_hosts
-from sharding import hosts
-from sharding.hosts import ALONE, Place, find_place
+from sharding.hosts import process_group
+from sharding.hosts.process_group import ALONE, Place, find_place
 from sharding.layout import Layout
 from tests.quick_flags import with_devices
 
@@ -313,8 +313,8 @@ def test_a_host_too_many(checkpoint: Path) -> None:
 
 
 def test_one_host_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hosts.join() is ALONE
-    assert hosts.join(processes=1) is ALONE
+    assert process_group.join() is ALONE
+    assert process_group.join(processes=1) is ALONE
     assert find_place(None, None, None) is None
     monkeypatch.setenv("GLM52_PROCESSES", "1")
     assert find_place("somewhere:1", None, None) is None
@@ -335,7 +335,7 @@ def test_flags_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 
 def on_tpu(monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
     monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", True)
-    monkeypatch.setattr(hosts, "_platforms", lambda: "tpu,cpu")
+    monkeypatch.setattr(process_group, "_platforms", lambda: "tpu,cpu")
     defaults = {"TPU_SKIP_MDS_QUERY": "1", "MEGASCALE_COORDINATOR_ADDRESS": "", "MEGASCALE_NUM_SLICES": ""}
     for name, value in (defaults | {"MEGASCALE_SLICE_ID": ""} | environment).items():
         monkeypatch.setenv(name, value)
@@ -361,9 +361,9 @@ def test_tpu_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (lambda: find_place("a:1", 2, 2), "--process is 2, expected 0 to 1, since --processes is 2"),
         (lambda: find_place("a:1", 0, 0), "--processes is 0, expected at least 1"),
-        (lambda: hosts.join("nowhere", 2, 1), "--coordinator is 'nowhere', expected HOST:PORT"),
-        (lambda: hosts.join("a:99999", 2, 1), "--coordinator is 'a:99999', expected HOST:PORT"),
-        (lambda: hosts.join(start_seconds=0), "--start-timeout is 0, expected a number of seconds above 0"),
+        (lambda: process_group.join("nowhere", 2, 1), "--coordinator is 'nowhere', expected HOST:PORT"),
+        (lambda: process_group.join("a:99999", 2, 1), "--coordinator is 'a:99999', expected HOST:PORT"),
+        (lambda: process_group.join(start_seconds=0), "--start-timeout is 0, expected a number of seconds above 0"),
     ],
 )
 def test_wrong_flags(call: Callable[[], object], sentence: str) -> None:
@@ -404,9 +404,9 @@ def test_an_error_of_the_machine_ends_every_host_with_the_same_sentence(monkeypa
         told.append(sentence)
         raise SystemExit(2)
 
-    monkeypatch.setattr(hosts, "_REASON_SECONDS", 0.0)
-    monkeypatch.setattr(hosts, "_end", end)
-    joined = hosts.Hosts(1, ("a", "b"), Line())
+    monkeypatch.setattr(process_group, "_REASON_SECONDS", 0.0)
+    monkeypatch.setattr(process_group, "_end", end)
+    joined = process_group.Hosts(1, ("a", "b"), Line())
     with pytest.raises(SystemExit), joined:
         raise OSError(28, "No space left on device", "trace")
     assert told == ["trace: No space left on device"] * 2

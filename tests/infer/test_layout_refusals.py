@@ -21,7 +21,7 @@ from infer.generation import Generation
 from infer.plan.plan import request
 from infer.selftest.machine import Machine
 from infer.steps import StepProvider
-from sharding.hosts import ALONE
+from sharding.hosts.process_group import ALONE
 from sharding.layout import AXES, DEFAULT_RULES, Layout
 from sharding.presets import PRESETS
 from tests.infer.conftest import CONFIG

@@ -17,7 +17,7 @@ from infer.plan.fit import largest_batch, largest_context
 from infer.plan.plan import Plan, analytic_plan, compile_plan
 from infer.plan.plan import plan as planned_from_python
 from infer.plan.request import Request, accounted, described, request
-from sharding import chips
+from sharding.compiler import chips
 from tests.kernels.quickly import quickly
 from tests.model.tiny import tiny
 from tests.needs import needs_libtpu

@@ -16,9 +16,9 @@ from infer.plan.floors import Floor
 from infer.plan.plan import Plan, analytic_plan
 from infer.plan.request import Request, request
 from infer.plan.sweep import layouts, names
-from sharding import chips
+from sharding.compiler import chips
+from sharding.compiler.topology import NoCompilerError, Topology
 from sharding.layout import Layout
-from sharding.topology import NoCompilerError, Topology
 from tests.infer.test_plan import SMALL
 from tests.needs import needs_libtpu, package
 

@@ -8,10 +8,10 @@ import pytest
 from glm52_jax.config import load_config
 from infer.plan.floors import collectives, floors
 from infer.plan.request import Request, request
-from sharding import chips
-from sharding.hlo import Program
-from sharding.hlo_collectives import Collective
-from sharding.links import Route
+from sharding.compiler import chips
+from sharding.compiler.hlo.collectives import Collective
+from sharding.compiler.hlo.program import Program
+from sharding.compiler.links import Route
 
 RING_Z = Route(8, 1, {"z": 2.0}, "z 8 ring")
 PLANE = Route(16, 1, {"x": 2.0, "y": 2.0}, "x 4 ring, y 4 ring")

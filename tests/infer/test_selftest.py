@@ -28,8 +28,8 @@ from infer.selftest.report import Report
 from infer.selftest.tiny_model import same
 from infer.selftest.together import agreed
 from sharding import collectives as ours
-from sharding.chips import CHIPS
-from sharding.hosts import Hosts
+from sharding.compiler.chips import CHIPS
+from sharding.hosts.process_group import Hosts
 from sharding.layout import Layout
 
 SECTIONS = ["environment", "kernels", "collectives", "tiny model", "real width"]

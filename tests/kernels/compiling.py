@@ -5,8 +5,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sharding.compiled import CompiledStep, compile_for
-from sharding.topology import one_device
+from sharding.compiler.compile import CompiledStep, compile_for
+from sharding.compiler.topology import one_device
 from tests import needs
 
 

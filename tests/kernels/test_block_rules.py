@@ -21,7 +21,7 @@ from glm52_jax.kernels.router import blocks as router
 from glm52_jax.kernels.sparse_mla import blocks as gathered
 from glm52_jax.kernels.sparse_mla import dense_blocks
 from glm52_jax.kernels.topk.blocks import REGISTER, choose
-from sharding.chips import CHIPS
+from sharding.compiler.chips import CHIPS
 
 TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 64, 100, 127, 512, 960, 1000, 4096)
 TARGETS = [Target(chip) for chip in CHIPS.values()]

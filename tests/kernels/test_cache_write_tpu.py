@@ -14,7 +14,7 @@ from glm52_jax.kernels.cache_write.blocks import choose, cost
 from glm52_jax.kernels.cache_write.new_rows import KeyMaking, LatentMaking, Making
 from glm52_jax.primitives import Rotary
 from glm52_jax.row_formats import GroupRows, LaneRows, PlainRows, RowFormat, TensorRows, parts_of, stack_of
-from sharding.chips import CHIPS
+from sharding.compiler.chips import CHIPS
 from tests.kernels.compiling import compiled
 from tests.kernels.quickly import quickly
 

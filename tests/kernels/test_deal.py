@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,6 +11,7 @@ from glm52_jax.cache import Deal
 POSITIONS = np.arange(-1, 48)
 
 
+@pytest.mark.slow
 @given(page_size=st.integers(1, 7), count=st.integers(1, 6), data=st.data())
 @settings(max_examples=40, deadline=None)
 def test_what_a_device_keeps_is_a_sequence_of_its_own(page_size: int, count: int, data: st.DataObject) -> None:

@@ -21,6 +21,12 @@ DOWN = GENERATOR.standard_normal((LAYERS, EXPERTS, EMBED, INNER)).astype(np.floa
 RUN = {b: jax.jit(lambda *a, b=b: routed_experts(*a, backend=b)) for b in PORTABLE}
 
 
+@pytest.fixture(autouse=True)
+def the_same_numbers_in_any_order() -> None:
+    """Each test draws its own numbers from the start, whichever tests ran before it in this process."""
+    GENERATOR.bit_generator.state = np.random.default_rng(3).bit_generator.state
+
+
 def plain(x, experts, gates, gate_up=GATE_UP, down=DOWN, layer: int = 1) -> np.ndarray:
     out = np.zeros(x.shape, np.float64)
     for token, place in np.argwhere(experts >= 0):
@@ -76,7 +82,9 @@ def test_a_token_does_not_depend_on_the_others(backend: str) -> None:
     experts, gates = np.tile(np.array([[1, 3]], np.int32), (12, 1)), np.full((12, 2), 0.5, np.float32)
     together = RUN[backend](x, experts, gates, GATE_UP, DOWN, 0)
     experts[3:], gates[3:] = -1, 0
-    np.testing.assert_allclose(RUN[backend](x, experts, gates, GATE_UP, DOWN, 0)[:3], together[:3], rtol=1e-5)
+    np.testing.assert_allclose(
+        RUN[backend](x, experts, gates, GATE_UP, DOWN, 0)[:3], together[:3], rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("backend", PORTABLE)

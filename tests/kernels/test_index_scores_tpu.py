@@ -16,7 +16,7 @@ from glm52_jax.kernels.index_scores.blocks import Blocks, choose, cost
 from glm52_jax.kernels.index_scores.score_block import query_rows, score_block, token_groups, weight_rows
 from glm52_jax.kernels.index_scores.tpu import index_scores as index_scores_tpu
 from glm52_jax.row_formats import GroupRows, LaneRows, PlainRows, RowFormat, encode, parts_of, stack_of
-from sharding.chips import CHIPS
+from sharding.compiler.chips import CHIPS
 from tests.kernels.compiling import compiled
 from tests.kernels.quickly import quickly
 
@@ -94,6 +94,7 @@ def test_formats(name: str) -> None:
     with_padding(setting(FORMATS[name], 2, 7, 3, 8, 5), 0.3)
 
 
+@pytest.mark.slow
 @given(
     name=st.sampled_from(list(FORMATS)),
     page=st.sampled_from([1, 2, 3, 4, 16]),
@@ -154,6 +155,7 @@ def test_queries_are_rounded_as_the_keys_are() -> None:
     same(got, index_scores(*rounded, backend="reference"))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("tokens", [1, 12])
 def test_no_races(tokens: int, racing: str) -> None:
     arguments = setting(FORMATS["fp8 lanes"], 2, tokens, 3, 8, 5)

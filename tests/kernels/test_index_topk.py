@@ -16,7 +16,7 @@ from glm52_jax.kernels.pallas import vmem_limit
 from glm52_jax.kernels.topk import blocks as selection
 from glm52_jax.kernels.topk.api import topk
 from glm52_jax.row_formats import GroupRows, LaneRows, PlainRows, RowFormat, encode, parts_of, stack_of
-from sharding.chips import CHIPS
+from sharding.compiler.chips import CHIPS
 from tests.kernels.compiling import compiled
 from tests.kernels.quickly import quickly
 
@@ -83,6 +83,7 @@ def test_equals_one_after_the_other(name: str, tokens: int, page: int, lengths: 
     check(setting(FORMATS[name], lengths, tokens, page, -(-max(lengths) // page)), 20, interpreted)
 
 
+@pytest.mark.slow
 def test_several_blocks() -> None:
     """Of which short sequences need fewer; the next sequence's first block is read while the best are selected."""
     page, pages, k = 64, 150, 40

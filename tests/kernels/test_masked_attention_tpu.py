@@ -15,7 +15,7 @@ from glm52_jax.kernels.masked_attention.api import masked_attention
 from glm52_jax.kernels.masked_attention.blocks import Blocks, choose, cost
 from glm52_jax.kernels.masked_attention.gradient import gradient
 from glm52_jax.kernels.masked_attention.tpu import attend
-from sharding.chips import CHIPS
+from sharding.compiler.chips import CHIPS
 from tests.kernels.compiling import compiled
 from tests.kernels.quickly import quickly
 
@@ -89,6 +89,7 @@ def test_log_sum_exp() -> None:
     np.testing.assert_allclose(lse, expected, atol=1e-5)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradient(dtype: str) -> None:
     """A query that attends to nothing changes no gradient, whatever it holds."""

@@ -16,7 +16,7 @@ from glm52_jax.kernels.sparse_mla.blocks import FORMS, RowShape, choose_form, ti
 from glm52_jax.kernels.sparse_mla.tpu import sparse_mla as sparse_mla_tpu
 from glm52_jax.row_formats import GroupRows, LaneRows, PlainRows, RowFormat, TensorRows, encode, parts_of, stack_of
 from glm52_jax.selection import Selection, plan_units, single_units
-from sharding.chips import CHIPS
+from sharding.compiler.chips import CHIPS
 from tests.kernels.compiling import compiled
 from tests.kernels.quickly import quickly
 
@@ -77,7 +77,7 @@ def both(arguments: list, form: str | None, backend: str = "interpret:v5p") -> t
     return np.asarray(got[0], np.float32), np.asarray(got[1])
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "form"),
     quickly(
@@ -148,6 +148,7 @@ def test_lengths_of_lists(counts: tuple[int, ...]) -> None:
     both(arguments, "rows", "interpret:v5p" if len(counts) == 5 else "interpret:v6e")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("form", ["rows", "blocks"])
 def test_no_races(form: str, racing: str) -> None:
     """Of rows that are copied as they are, on one core, and of those that share words, on two."""
@@ -277,6 +278,7 @@ def test_blocks_where_selected_rows_are_neighbours() -> None:
     assert choose_form(CHIPS["v6e"], 1, 2048, 131072, row, per_block=1) == "rows"
 
 
+@pytest.mark.slow
 def test_both_sides_of_a_crossover(monkeypatch: pytest.MonkeyPatch) -> None:
     """A context of one page is read, one of 16 is gathered from."""
     seen = []

@@ -79,6 +79,7 @@ def check_last(scores: np.ndarray, k: int) -> None:
     np.testing.assert_array_equal(position[real], np.take_along_axis(positions, at, -1)[..., 0][real])
 
 
+@pytest.mark.slow
 @given(arrays(np.float32, (3, 300), elements=VALUES))
 @settings(max_examples=15, deadline=None)
 def test_many_equal_scores(scores: np.ndarray) -> None:
@@ -115,6 +116,7 @@ def test_one_long_row(kind: str) -> None:
     check_lists(kinds((2, 1, 140_000), 300)[kind], 300)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", kinds((1,), 1))
 def test_rows_together(kind: str) -> None:
     """Eight rows at a time, of which the last ones are not there."""
@@ -136,6 +138,7 @@ def test_fewer_candidates_than_asked_for() -> None:
     assert score == -np.inf
 
 
+@pytest.mark.slow
 def test_no_races(racing: str) -> None:
     check_lists(kinds((10, 300), 20)["tied"], 20, racing)
 

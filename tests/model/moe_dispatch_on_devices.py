@@ -29,7 +29,7 @@ from glm52_jax.moe_dispatch import dispatch_experts, expert_loads
 from glm52_jax.moe_form import GATHER, DispatchForm
 from glm52_jax.quant import FLOAT8, BlockQuantized, quantize_blocks
 from sharding.layout import Layout
-from sharding.rules import partition
+from sharding.partition import partition
 
 LAYERS, EXPERTS, EMBED, WIDTH, K = 2, 16, 16, 8, 4
 BLOCK = (4, 4)

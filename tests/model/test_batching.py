@@ -96,6 +96,7 @@ def test_unwritten_slots_do_not_matter(three: Case) -> None:
         np.testing.assert_array_equal(runs[0].topk, other.topk)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "lengths"),
     [
@@ -139,7 +140,7 @@ def test_lengths_at_the_edges_of_pages(size: int) -> None:
     check(case, walk.run(size, DECODE).seen)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "size", [pytest.param(1, marks=pytest.mark.slow), 7, pytest.param(64, marks=pytest.mark.slow), 300]
 )
@@ -190,6 +191,7 @@ def test_padded_rows_equal_single_runs(side: str, form: str) -> None:
         assert (batch.topk[:, row][:, ~mask[row]] == -1).all()
 
 
+@pytest.mark.slow
 def test_unequal_counts(three: Case) -> None:
     """B66: 1, 2 and 3 tokens of three rows in one step, 6 over three rows as 3, 3 and 0, and so on."""
     walk = Walk(three, three.spoiled_params(), page_size=5)

@@ -88,7 +88,7 @@ def test_what_is_beyond_a_layers_range_becomes_the_largest_code() -> None:
     assert form.decode(codes, 1).tolist() == [224.0, -224.0]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_rows_come_back_from_pages_as_they_were_rounded(name: str, tokens: int) -> None:
@@ -122,7 +122,7 @@ def test_bytes_of_a_row_are_those_of_the_account() -> None:
         assert form.row_bytes == index_key_bytes(config)[account]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FP8, ids=lambda form: f"{form.latent}-{form.index_keys}")
 def test_the_model_is_the_same_through_every_path(params: dict, form: CacheFormat) -> None:
     """Rows are rounded one by one, so chunks, pages, padding and neighbours change nothing but float32's last bits.
@@ -188,6 +188,7 @@ def test_unlike_caches_do_not_mix(params: dict) -> None:
     assert scaled.latent_rows(CONFIG, 5, jnp.float32) != CacheFormat("fp8_tensor").latent_rows(CONFIG, 5, jnp.float32)
 
 
+@pytest.mark.slow
 def test_generation_is_that_of_whole_texts(params: dict) -> None:
     form = CacheFormat("fp8_groups", "fp8")
     prompt = list(range(3, 20))

@@ -20,7 +20,8 @@ CHECKS = (
 )
 
 
-@pytest.mark.parametrize("part", ["quick", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["quick", "all"])
 def test_eight_devices(part: str) -> None:
     """With a third of the layouts of each check, or with all."""
     command = [sys.executable, "-m", "tests.model.moe_dispatch_on_devices", part]

@@ -23,8 +23,8 @@ from glm52_jax.moe_dispatch import dispatch_experts
 from glm52_jax.moe_form import GATHER, DispatchForm, account_of_all_to_all, account_of_gather
 from glm52_jax.quant import FLOAT8, BlockQuantized
 from sharding.layout import Layout
-from sharding.ragged import OVERLAP_OPTIONS
-from sharding.rules import partition
+from sharding.exchange import OVERLAP_OPTIONS
+from sharding.partition import partition
 
 CONFIG = load_config("glm-5.2")
 LAYERS, EMBED, WIDTH, K = 3, 6144, 2048, 8

@@ -80,7 +80,7 @@ def test_whole_texts(case: Case, form: str) -> None:
     check(case, traced(case, FORMS[form]))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @each_case_and("form", QUICK_ON_TPUS)
 def test_whole_texts_by_the_kernels_for_tpus(case: Case, form: str) -> None:
     check(case, traced(case, ON_TPUS[form]))
@@ -116,7 +116,7 @@ def test_through_the_cache(case: Case, path: str) -> None:
     assert not walk.partly_written()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @each_case("released_plan", "left_padded", "irregular_plan")
 def test_decode_after_an_expanded_prefill(case: Case) -> None:
     """The two forms read one cache; the switch comes at another length in each row."""
@@ -126,6 +126,7 @@ def test_decode_after_an_expanded_prefill(case: Case) -> None:
     check(case, walk.seen)
 
 
+@pytest.mark.quick(2)
 @each_case("released_plan", "left_padded", "irregular_plan")
 def test_greedy_decode(case: Case) -> None:
     """B16: token by token after a prefill, the continuation that the reference computes from the start each time."""
@@ -187,7 +188,7 @@ def _cases_in_fp8() -> list[Case]:
     return [c for c in all_cases().values() if c.config.quantization]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @each_case_and("form", QUICK_BFLOAT16, having="bfloat16_error")
 def test_bfloat16(case: Case, form: str) -> None:
     """Nearly all choices and logits are those of float32, and no layer is less exact than the reference's own."""
@@ -201,6 +202,7 @@ def test_bfloat16(case: Case, form: str) -> None:
     assert (np.median(errors, -1) <= 1.25 * case.golden["bfloat16_error"] + 1e-6).all()
 
 
+@pytest.mark.slow
 def test_a_departure_is_named(released: Case) -> None:
     """B15: the report says which layer departs first."""
     run = traced(released, FORMS[DECODE])

@@ -9,10 +9,10 @@ from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sharding import chips
-from sharding.compiled import compile_for
+from sharding.compiler import chips
+from sharding.compiler.compile import compile_for
+from sharding.compiler.topology import Topology
 from sharding.layout import Layout
-from sharding.topology import Topology
 from tests.needs import needs_libtpu
 
 pytestmark = needs_libtpu

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from sharding.compiled import out_of_hbm
-from sharding.hlo import analyse
-from sharding.hlo_calls import executions
-from sharding.hlo_collectives import MeshAxes, axes_of_groups, read_groups
-from sharding.hlo_memory import read_assignment
-from sharding.hlo_text import Array, Module, parse_type
+from sharding.compiler.compile import out_of_hbm
+from sharding.compiler.hlo.collectives import MeshAxes, axes_of_groups, read_groups
+from sharding.compiler.hlo.executions import executions
+from sharding.compiler.hlo.memory import read_assignment
+from sharding.compiler.hlo.program import analyse
+from sharding.compiler.hlo.text import Array, Module, parse_type
 
 SAMPLES = {path.stem: path.read_text() for path in (Path(__file__).parent / "samples").iterdir()}
 EIGHT = MeshAxes((("data", 2), ("expert", 2), ("tensor", 2)))

@@ -6,7 +6,7 @@ from jax.sharding import PartitionSpec as P
 
 from sharding.errors import InputError
 from sharding.layout import SINGLE, Layout
-from sharding.rules import partition
+from sharding.partition import partition
 
 LAYOUT = Layout(data=2, expert=4, tensor=8, name="test")
 

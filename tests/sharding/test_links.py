@@ -5,10 +5,10 @@ import math
 
 import pytest
 
-from sharding import chips
-from sharding.hlo import analyse
-from sharding.hlo_collectives import MeshAxes
-from sharding.links import Torus, leaving_bytes, seconds_by_dimension
+from sharding.compiler import chips
+from sharding.compiler.hlo.collectives import MeshAxes
+from sharding.compiler.hlo.program import analyse
+from sharding.compiler.links import Torus, leaving_bytes, seconds_by_dimension
 
 
 def torus(shape: tuple[int, ...], rings: tuple[bool, ...] | bool = True, per_chip: int = 1) -> Torus:
@@ -99,7 +99,7 @@ def test_two_devices_of_a_chip_take_no_link() -> None:
 
 @pytest.mark.parametrize("kind", ["all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"])
 def test_all_that_is_sent_leaves_where_each_device_has_a_chip(kind: str) -> None:
-    from sharding.hlo_collectives import _sent
+    from sharding.compiler.hlo.collectives import _sent
 
     route = torus((4, 4, 8)).route(groups(128, 8))
     assert leaving_bytes(kind, 1000, route) == _sent(kind, 1000, 8)

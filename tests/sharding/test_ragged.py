@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from sharding.errors import InputError
-from sharding.layout import Layout
-from sharding.ragged import (
+from sharding.exchange import (
     Group,
     Window,
     as_pieces,
@@ -19,6 +18,7 @@ from sharding.ragged import (
     rounds_needed,
     rows_to_send,
 )
+from sharding.layout import Layout
 
 
 @st.composite

@@ -7,10 +7,10 @@ import time
 import numpy as np
 import pytest
 
-from sharding import chips, topology
+from sharding.compiler import chips, topology
+from sharding.compiler.topology import Topology
 from sharding.errors import InputError
 from sharding.layout import Layout
-from sharding.topology import Topology
 from tests.needs import needs_libtpu
 
 
@@ -58,7 +58,7 @@ def test_wrong_names_come_with_the_nearest(name, suggestion):
 
 def test_names_are_checked_without_the_compiler():
     code = (
-        "import sys; from sharding.topology import Topology; Topology.parse('v5p:4x4x4');"
+        "import sys; from sharding.compiler.topology import Topology; Topology.parse('v5p:4x4x4');"
         "assert 'jax.experimental.topologies' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,7 +8,7 @@ import math
 from jax.experimental import pallas as pl
 
 from glm52_jax.kernels.pallas import SUBLANES
-from sharding.chips import Chip
+from sharding.compiler.chips import Chip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 from jax.experimental import pallas as pl
 
-from sharding.chips import Chip
+from sharding.compiler.chips import Chip
 
 FORMS = ("dense", "blocks", "rows")
 """All of the context under a mask; aligned blocks of 8 rows, each copied once; the fewest rows that can be copied."""

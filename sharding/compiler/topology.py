@@ -18,10 +18,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from sharding import chips
+from sharding.compiler import chips
+from sharding.compiler.links import Torus
 from sharding.errors import InputError
 from sharding.layout import SINGLE, Layout
-from sharding.links import Torus
 
 _MOST_DEVICES = 2**16  # holds three of the largest slices, the most that the vendor joins
 _NAME = re.compile(r"(?:(\d+)x)?([a-z]\w*):(\d+(?:x\d+)*)")

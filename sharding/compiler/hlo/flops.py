@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from sharding.hlo_text import Array, Computation, Instruction, Module
+from sharding.compiler.hlo.text import Array, Computation, Instruction, Module
 
 _WIDER = ("int8", "fp8", "bf16", "f32x3", "f32x6")
 

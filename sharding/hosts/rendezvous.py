@@ -1,9 +1,9 @@
 """Who is there: one TCP connection from every process of a run to its first, from before JAX starts until the end.
 
 JAX's own coordinator does not name a host that never comes, aborts with a stack dump where one dies, and notices that
-only after its heartbeats. So the processes meet here first: process 0 keeps a `sharding.board.Board`, every process a
-`Line` to it. Whoever is missing, comes twice, disagrees or goes away later is named to everyone, within a stated time.
-Messages are lines of JSON. It must not know JAX: the coordinator's traffic is passed through as bytes.
+only after its heartbeats. So the processes meet here first: process 0 keeps a `rendezvous_server.Board`, every
+process a `Line` to it. Whoever is missing, comes twice, disagrees or goes away later is named to everyone, within a
+stated time. Messages are lines of JSON. It must not know JAX: the coordinator's traffic is passed through as bytes.
 """
 
 from __future__ import annotations

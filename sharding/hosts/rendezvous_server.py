@@ -1,6 +1,6 @@
 """Process 0's side of the roll call: admits the processes, passes values between them, tells all when one is lost.
 
-It must not know JAX, nor what the values mean; what is said on a connection is in `sharding.roll_call`.
+It must not know JAX, nor what the values mean; what is said on a connection is in `sharding.hosts.rendezvous`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sharding.errors import InputError
-from sharding.roll_call import BEATS, FORM, RETRY_SECONDS, Connection, Terms, absent, relay, silent
+from sharding.hosts.rendezvous import BEATS, FORM, RETRY_SECONDS, Connection, Terms, absent, relay, silent
 
 _LAST_WORDS_SECONDS = 1.0
 _OWN_SECONDS = 5.0

@@ -7,9 +7,9 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from sharding.hlo_bytes import hbm_bytes
-from sharding.hlo_flops import flops_of
-from sharding.hlo_text import Computation, Instruction, Module
+from sharding.compiler.hlo.flops import flops_of
+from sharding.compiler.hlo.text import Computation, Instruction, Module
+from sharding.compiler.hlo.traffic import hbm_bytes
 
 _FLOPS_PER_BYTE = 250
 """Operations that weigh as much as a byte when the dearer branch is chosen: about peak FLOP/s over HBM bytes/s."""

@@ -4,7 +4,7 @@
         ...                       # jax.devices() are those of all hosts
 
 On a single host this does nothing. On several, a host that is missing, disagrees, fails or is lost ends every process
-with one sentence (`sharding.roll_call`, `sharding.board`), however deep in a collective the others are.
+with one sentence (`rendezvous`, `rendezvous_server`), however deep in a collective the others are.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any, NoReturn
 
 import jax
 
-from sharding.board import Board
 from sharding.errors import InputError, sentence
-from sharding.roll_call import Line, Terms, listed
+from sharding.hosts.rendezvous import Line, Terms, listed
+from sharding.hosts.rendezvous_server import Board
 
 START_SECONDS = 300.0
 """Time for all hosts to come and bring their devices up, unless another is stated."""

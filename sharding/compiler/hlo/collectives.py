@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from sharding.hlo_bytes import hbm_bytes, is_note
-from sharding.hlo_calls import own_calls
-from sharding.hlo_flops import flops_of
-from sharding.hlo_text import Array, Computation, Instruction, Module, arrays
-from sharding.links import Route, Torus, leaving_bytes
+from sharding.compiler.hlo.executions import own_calls
+from sharding.compiler.hlo.flops import flops_of
+from sharding.compiler.hlo.text import Array, Computation, Instruction, Module, arrays
+from sharding.compiler.hlo.traffic import hbm_bytes, is_note
+from sharding.compiler.links import Route, Torus, leaving_bytes
 
 KINDS = (
     "all-reduce",

@@ -11,12 +11,12 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from sharding.hlo_bytes import hbm_bytes, is_note
-from sharding.hlo_calls import Conditional, Loop, executions
-from sharding.hlo_collectives import Collective, MeshAxes, collectives
-from sharding.hlo_flops import cost_estimate, flops_of
-from sharding.hlo_text import HBM, Computation, Instruction, Module, arrays, element
-from sharding.links import Torus
+from sharding.compiler.hlo.collectives import Collective, MeshAxes, collectives
+from sharding.compiler.hlo.executions import Conditional, Loop, executions
+from sharding.compiler.hlo.flops import cost_estimate, flops_of
+from sharding.compiler.hlo.text import HBM, Computation, Instruction, Module, arrays, element
+from sharding.compiler.hlo.traffic import hbm_bytes, is_note
+from sharding.compiler.links import Torus
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Program:
     """Counts for one call on one device.
 
     Attributes:
-        flops: of multiplications by type; see `sharding.hlo_flops`.
+        flops: of multiplications by type; see `sharding.compiler.hlo.flops`.
         hbm_read, hbm_written: bytes.
         copies: of at least the size asked for, the most bytes first.
     """
@@ -105,7 +105,7 @@ def analyse(
         module: or its text, from `compiled.as_text()`.
         mesh: that it was compiled for.
         torus: that the mesh's devices are on; without one collectives have no links.
-        shares: how often each branch of a conditional is taken; see `sharding.hlo_calls.executions`.
+        shares: how often each branch of a conditional is taken; see `sharding.compiler.hlo.executions.executions`.
         copies_from: bytes from which on a copy is listed.
     """
     module = Module.parse(module) if isinstance(module, str) else module

@@ -16,11 +16,11 @@ from typing import Any
 
 import jax
 
-from sharding.hlo import Program, analyse
-from sharding.hlo_collectives import MeshAxes
-from sharding.hlo_memory import Buffer, Memory, MemoryPlan, read_assignment
-from sharding.hlo_text import Module
-from sharding.topology import PlacedMesh
+from sharding.compiler.hlo.collectives import MeshAxes
+from sharding.compiler.hlo.memory import Buffer, Memory, MemoryPlan, read_assignment
+from sharding.compiler.hlo.program import Program, analyse
+from sharding.compiler.hlo.text import Module
+from sharding.compiler.topology import PlacedMesh
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from sharding.hlo_flops import cost_estimate
-from sharding.hlo_text import HBM, Array, Computation, Instruction, Module, Type, arrays, element
+from sharding.compiler.hlo.flops import cost_estimate
+from sharding.compiler.hlo.text import HBM, Array, Computation, Instruction, Module, Type, arrays, element
 
 
 def _words(text: str) -> frozenset[str]:

@@ -9,7 +9,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from sharding.hlo_text import HBM, HOST, Instruction, Module
+from sharding.compiler.hlo.text import HBM, HOST, Instruction, Module
 
 
 @dataclasses.dataclass(frozen=True)

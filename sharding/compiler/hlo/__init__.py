@@ -1,0 +1,1 @@
+"""Analysis of compiled HLO modules: parsed text, executions, FLOPs, bytes, collectives, memory."""

@@ -1,0 +1,1 @@
+"""Runs over several hosts: how processes find each other, agree, and end together."""
