@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from glm52_jax.config import FULL, load_config
-from glm52_jax.lengths import short_length
+from glm52_jax.inputs.lengths import short_length
 from infer.plan.plan import Plan
 from infer.plan.request import request
 from infer.plan.stored import planned

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from glm52_jax.checkpoint.load import load_params as load_params
     from glm52_jax.config import ModelConfig as ModelConfig
     from glm52_jax.config import load_config as load_config
-    from glm52_jax.errors import InputError as InputError
     from glm52_jax.model import forward as forward
     from glm52_jax.model import trace as trace
     from glm52_jax.params import init_params as init_params
+    from sharding.errors import InputError as InputError
 
 _PUBLIC = {
-    "InputError": "glm52_jax.errors",
+    "InputError": "sharding.errors",
     "ModelConfig": "glm52_jax.config",
     "forward": "glm52_jax.model",
     "generate": "infer.generation",
@@ -35,7 +35,7 @@ __all__ = sorted(_PUBLIC)
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'glm52_jax' has no attribute {name!r}")
-    from glm52_jax.floors import import_ours
+    from glm52_jax.own_imports import import_ours
 
     return getattr(import_ours(_PUBLIC[name]), name)
 

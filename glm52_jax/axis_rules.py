@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from glm52_jax.errors import InputError
+from sharding.errors import InputError
 from sharding.layout import Layout
 
 DIFFERENT = ("batch", "tokens")

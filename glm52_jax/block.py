@@ -19,7 +19,6 @@ from glm52_jax.attention import attend, expected_rows, latent_making, project
 from glm52_jax.axis_rules import asking
 from glm52_jax.cache import Cache, Places
 from glm52_jax.config import DENSE, FULL, ModelConfig
-from glm52_jax.errors import InputError
 from glm52_jax.kernels import Target, resolve_backend
 from glm52_jax.kernels.cache_write.api import write_rows
 from glm52_jax.kernels.cache_write.new_rows import Making
@@ -30,6 +29,7 @@ from glm52_jax.row_formats import RowStack, is_rotated, parts_of
 from glm52_jax.selection import Selection
 from glm52_jax.spec import Stack, stack_layers
 from sharding.collectives import after, all_gather
+from sharding.errors import InputError
 from sharding.exchange import resolve_transport
 from sharding.layout import SINGLE, Layout
 

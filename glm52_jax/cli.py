@@ -11,9 +11,9 @@ import sys
 
 import click
 
-from glm52_jax.errors import InputError, printable, sentence
-from glm52_jax.floors import import_ours
-from glm52_jax.streams import STDOUT_NAME, finish, secure_streams
+from glm52_jax.io.streams import STDOUT_NAME, finish, secure_streams
+from glm52_jax.own_imports import import_ours
+from sharding.errors import InputError, printable, sentence
 
 FAILED, INTERRUPTED, READER_LEFT = 2, 130, 1
 """Exit codes of a command that could not do its work, that Ctrl-C ended, whose output nobody reads to its end."""

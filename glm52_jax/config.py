@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from glm52_jax.config_json import DENSE, FULL, SHARED, SPARSE, read_config, write_config
-from glm52_jax.errors import InputError
-from glm52_jax.files import is_there, refuse_dead_links
 from glm52_jax.generation_json import write_generation
-from glm52_jax.json_fields import read_json
+from glm52_jax.io.files import is_there, refuse_dead_links
+from glm52_jax.io.json_fields import read_json
+from glm52_jax.io.unfinished import refuse_unfinished
 from glm52_jax.quantization_config import QuantizationConfig
 from glm52_jax.released import GENERATION, RELEASED
-from glm52_jax.unfinished import refuse_unfinished
+from sharding.errors import InputError
 
 __all__ = [
     "BUILT_IN",

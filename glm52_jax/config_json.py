@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from glm52_jax.generation_json import read_eos, read_pad, read_sampling
-from glm52_jax.json_fields import Fields, shown
+from glm52_jax.io.json_fields import Fields, shown
 from glm52_jax.quantization_config import read_quantization, write_quantization
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from glm52_jax.json_fields import LARGEST, Fields, shown
+from glm52_jax.io.json_fields import LARGEST, Fields, shown
 
 if TYPE_CHECKING:
     from glm52_jax.config import ModelConfig

@@ -19,12 +19,12 @@ from glm52_jax import mtp
 from glm52_jax.block import Forms, LayerPlace, block
 from glm52_jax.cache import Cache, Places
 from glm52_jax.config import SPARSE, ModelConfig
-from glm52_jax.errors import InputError
+from glm52_jax.inputs.values import token_batch
 from glm52_jax.kernels import Target
 from glm52_jax.primitives import Rotary, rms_norm
 from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
 from glm52_jax.selection import Selection
-from glm52_jax.user_values import token_batch
+from sharding.errors import InputError
 from sharding.jax_settings import under_own_settings
 from sharding.layout import SINGLE, Layout
 

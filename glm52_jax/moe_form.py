@@ -10,7 +10,7 @@ import math
 
 from glm52_jax.axis_rules import different_and_alike
 from glm52_jax.config import ModelConfig
-from glm52_jax.errors import InputError
+from sharding.errors import InputError
 from sharding.exchange import Group
 from sharding.layout import DATA, Layout
 

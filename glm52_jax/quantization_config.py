@@ -24,8 +24,8 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
-from glm52_jax.errors import InputError
-from glm52_jax.json_fields import Fields, shown
+from glm52_jax.io.json_fields import Fields, shown
+from sharding.errors import InputError
 
 # Names that quantisation lists use for modules whose tensors are called otherwise. The published list of GLM-5.2-FP8
 # says `indexers_proj`; the tensor it means is `indexer.weights_proj`.

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from glm52_jax.config import ModelConfig
-from glm52_jax.errors import InputError
 from glm52_jax.quant import FLOAT8, dequantize_groups, quantize_groups, saturate
+from sharding.errors import InputError
 
 GROUP = 128
 """Values of a latent that share a scale."""

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from glm52_jax.errors import InputError
 from glm52_jax.params import leaf_of
 from glm52_jax.quant import BlockQuantized
+from sharding.errors import InputError
 
 NOWHERE = jnp.iinfo(jnp.int32).max
 """No position: what the least one of none is."""

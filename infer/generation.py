@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 
 from glm52_jax.config import ModelConfig
-from glm52_jax.errors import InputError
+from glm52_jax.inputs.values import seed_number, token_row, whole_number
 from glm52_jax.kernels import resolve_backend
 from glm52_jax.placement import param_specs
 from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
-from glm52_jax.user_values import seed_number, token_row, whole_number
 from infer.finite import check_choosing, refuse_marked
 from infer.sampling import Sampling
 from infer.speculative import MAX_DRAFT_TOKENS
 from infer.steps import StepProvider
+from sharding.errors import InputError
 from sharding.jax_settings import under_own_settings
 from sharding.layout import SINGLE, Layout
 

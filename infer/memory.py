@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 
-from glm52_jax.checkpoint.sizes import short_size
-from glm52_jax.errors import InputError
+from glm52_jax.inputs.sizes import short_size
 from glm52_jax.placement import param_specs
 from infer.plan.account import own_bytes
 from infer.selftest.machine import memory_limit
 from infer.steps import StepProvider
+from sharding.errors import InputError
 
 
 def refuse_too_large(provider: StepProvider, params: dict[str, Any]) -> None:

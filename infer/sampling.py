@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from glm52_jax.errors import InputError
-from glm52_jax.user_values import number, seed_number, whole_number
+from glm52_jax.inputs.values import number, seed_number, whole_number
+from sharding.errors import InputError
 
 # What a random number is for; each purpose at a position has its own.
 SAMPLE, DRAFT, ACCEPT = 0, 1, 2

@@ -26,7 +26,6 @@ from glm52_jax.axis_rules import check_rules
 from glm52_jax.block import Forms
 from glm52_jax.cache import PAGE_SIZE, Cache
 from glm52_jax.config import ModelConfig
-from glm52_jax.errors import InputError
 from glm52_jax.model import compute_dtype, extend, head
 from glm52_jax.moe_form import GATHER
 from glm52_jax.placement import batch_spec, cache_specs, param_specs
@@ -35,6 +34,7 @@ from infer.finite import NOWHERE, finite, marked
 from infer.sampling import Sampling, next_token
 from infer.speculative import MAX_DRAFT_TOKENS, Window, accept, draft
 from sharding.collectives import after, all_gather, index, psum
+from sharding.errors import InputError
 from sharding.exchange import OVERLAP_OPTIONS
 from sharding.hosts import process_group
 from sharding.layout import SINGLE, Layout

@@ -4,7 +4,7 @@ import copy
 from typing import Any
 
 from glm52_jax.config import ModelConfig
-from glm52_jax.errors import InputError
+from sharding.errors import InputError
 
 F, S = "full", "shared"
 PLAN = [F, F, F, S, S, S, F]

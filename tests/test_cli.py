@@ -11,8 +11,8 @@ import pytest
 
 import glm52_jax
 from glm52_jax.cli import COMMANDS, glm52, run
-from glm52_jax.errors import InputError
-from glm52_jax.floors import import_ours
+from glm52_jax.own_imports import import_ours
+from sharding.errors import InputError
 
 ROOT = Path(__file__).parents[1]
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm52_jax.config import ModelConfig
-from glm52_jax.errors import InputError
+from sharding.errors import InputError
 from tests.published_config import ABSENT, PLAN, PUBLISHED, F, S, no_plan, raw, read, refusal, refused
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm52_jax.config import BUILT_IN, ModelConfig, QuantizationConfig, load_config, read_json
-from glm52_jax.errors import InputError
+from sharding.errors import InputError
 from tests.published_config import ABSENT, PLAN, PUBLISHED, F, S, no_plan, raw, read, refused
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}

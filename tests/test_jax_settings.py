@@ -15,8 +15,8 @@ from glm52_jax import forward, generate, load_params
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.cli import run
 from glm52_jax.config import BUILT_IN
-from glm52_jax.errors import InputError, sentence
 from sharding import jax_settings
+from sharding.errors import InputError, sentence
 from sharding.jax_settings import own_settings, start_devices, under_own_settings
 from tests.checkpoint.builders import random_params
 

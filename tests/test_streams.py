@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from glm52_jax import streams
 from glm52_jax.cli import run
-from glm52_jax.errors import InputError
-from glm52_jax.streams import read_all, read_line
+from glm52_jax.io import streams
+from glm52_jax.io.streams import read_all, read_line
+from sharding.errors import InputError
 
 ROOT = Path(__file__).parents[1]
 needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")

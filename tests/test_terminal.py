@@ -10,7 +10,7 @@ from rich.table import Table
 
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.cli import glm52
-from glm52_jax.terminal import progress_bar, screen, spinner
+from glm52_jax.io.terminal import progress_bar, screen, spinner
 from tests.checkpoint.builders import random_params, small_config
 
 ROOT = Path(__file__).parents[1]
@@ -71,6 +71,6 @@ def test_only_one_module_makes_consoles() -> None:
             if isinstance(node, ast.Call):
                 called = node.func
                 name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
-                assert name not in makers, f"{path}:{node.lineno}: use glm52_jax.terminal in place of {name}"
+                assert name not in makers, f"{path}:{node.lineno}: use glm52_jax.io.terminal in place of {name}"
             if isinstance(node, ast.keyword):
                 assert node.arg not in ("markup", "emoji"), f"{path}:{node.lineno}"

@@ -13,12 +13,12 @@ import click
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from glm52_jax.checkpoint.progress import progressing
 from glm52_jax.checkpoint.settings import DTYPE_NAMES, KEEP, QUANTIZE, Settings
-from glm52_jax.checkpoint.sizes import SIZE, short_size
 from glm52_jax.checkpoint.store import CHUNK_BYTES
-from glm52_jax.errors import InputError
-from glm52_jax.terminal import screen
+from glm52_jax.inputs.sizes import SIZE, short_size
+from glm52_jax.io.progress import progressing
+from glm52_jax.io.terminal import screen
+from sharding.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console

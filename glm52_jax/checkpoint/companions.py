@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from glm52_jax import files
 from glm52_jax.checkpoint.published import INDEX_FILE
-from glm52_jax.unfinished import MANIFEST
+from glm52_jax.io import files
+from glm52_jax.io.unfinished import MANIFEST
 
 _SUFFIXES = (".json", ".jinja", ".model", ".txt", ".md")
 _LARGEST = 256 * 2**20

@@ -19,12 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from glm52_jax import files
 from glm52_jax.checkpoint.companions import companions, small_files
 from glm52_jax.checkpoint.manifest import HEAD, MANIFEST, Manifest, Record, sentences_of
 from glm52_jax.checkpoint.orbax_view import OrbaxView
 from glm52_jax.checkpoint.settings import Settings, changes, checked, command_line, pieces, target_config, target_json
-from glm52_jax.checkpoint.sizes import short_size
 from glm52_jax.checkpoint.sources import Checkpoint, open_checkpoint
 from glm52_jax.checkpoint.store import PARAMS, Leaf, leaf_of, leaves, params_folder, store_files
 from glm52_jax.checkpoint.transform import WORKER_BYTES, Output, Piece, Tally, values
@@ -32,8 +30,10 @@ from glm52_jax.checkpoint.value_checks import Counts
 from glm52_jax.checkpoint.work_folder import PART, Journal, WorkFolder
 from glm52_jax.checkpoint.workers import Account, Meter, Pulse, run, unwritable
 from glm52_jax.config import ModelConfig, read_json
-from glm52_jax.errors import InputError
-from glm52_jax.json_fields import shown
+from glm52_jax.inputs.sizes import short_size
+from glm52_jax.io import files
+from glm52_jax.io.json_fields import shown
+from sharding.errors import InputError
 
 UNIT_BYTES = 256 * 2**20
 """What is lost at most of each worker when it is stopped."""

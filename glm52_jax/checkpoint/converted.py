@@ -18,10 +18,10 @@ from glm52_jax.checkpoint.published import PublishedCheckpoint
 from glm52_jax.checkpoint.safetensors_file import DTYPES, Entry, mapped
 from glm52_jax.checkpoint.store import CHUNK_BYTES, PARAMS, Leaf, leaf_of, leaves, params_folder
 from glm52_jax.config import ModelConfig, read_json
-from glm52_jax.errors import InputError
-from glm52_jax.files import dead_link, is_there
+from glm52_jax.io.files import dead_link, is_there
+from glm52_jax.io.unfinished import MANIFEST, not_finished
 from glm52_jax.spec import Tensor
-from glm52_jax.unfinished import MANIFEST, not_finished
+from sharding.errors import InputError
 
 
 def is_converted(folder: Path) -> bool:

@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from glm52_jax import files
 from glm52_jax.checkpoint.companions import companions, small_files
 from glm52_jax.checkpoint.convert import config_text, memory_bound, refuse_nested, refuse_too_little_room
 from glm52_jax.checkpoint.converted import ConvertedCheckpoint
@@ -26,7 +25,8 @@ from glm52_jax.checkpoint.value_checks import Counts, sentences
 from glm52_jax.checkpoint.work_folder import Journal, WorkFolder
 from glm52_jax.checkpoint.workers import Account, Meter, Pulse, run, unwritable
 from glm52_jax.config import ModelConfig, read_json
-from glm52_jax.errors import InputError
+from glm52_jax.io import files
+from sharding.errors import InputError
 
 SHARD_BYTES = 5 * 10**9
 

@@ -6,8 +6,8 @@ import os
 import threading
 from pathlib import Path
 
-from glm52_jax.errors import InputError
-from glm52_jax.files import dead_link
+from glm52_jax.io.files import dead_link
+from sharding.errors import InputError
 
 
 class LastFile(threading.local):

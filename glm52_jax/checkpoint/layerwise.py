@@ -17,10 +17,10 @@ import numpy as np
 from glm52_jax.checkpoint.converted import ConvertedCheckpoint
 from glm52_jax.checkpoint.layer_stages import STAGES, Layers, Stages, held_bytes, layer_params
 from glm52_jax.checkpoint.published import Contents
-from glm52_jax.checkpoint.sizes import short_size
 from glm52_jax.checkpoint.sources import Checkpoint
 from glm52_jax.config import SHARED, SPARSE, ModelConfig
-from glm52_jax.errors import InputError
+from glm52_jax.inputs.sizes import short_size
+from sharding.errors import InputError
 from sharding.jax_settings import under_own_settings
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
-from glm52_jax.errors import InputError
 from glm52_jax.spec import Param
+from sharding.errors import InputError
 
 
 def check_fits(param: Param, shape: tuple[int, ...], sharding: Sharding) -> None:

@@ -26,11 +26,11 @@ from glm52_jax.checkpoint.safetensors_file import DTYPES
 from glm52_jax.checkpoint.sources import open_checkpoint
 from glm52_jax.checkpoint.value_checks import sentences
 from glm52_jax.config import ModelConfig
-from glm52_jax.errors import InputError
 from glm52_jax.params import build
 from glm52_jax.placement import param_shardings
 from glm52_jax.quant import BlockQuantized
 from glm52_jax.spec import Param
+from sharding.errors import InputError
 from sharding.jax_settings import under_own_settings
 from sharding.layout import Layout
 

@@ -14,9 +14,9 @@ from glm52_jax.checkpoint.safetensors_file import DTYPES, tensor_bytes
 from glm52_jax.checkpoint.store import STORED_TYPES
 from glm52_jax.checkpoint.value_checks import Counts, sentences
 from glm52_jax.config import read_json
-from glm52_jax.errors import InputError
-from glm52_jax.json_fields import shown
-from glm52_jax.unfinished import MANIFEST
+from glm52_jax.io.json_fields import shown
+from glm52_jax.io.unfinished import MANIFEST
+from sharding.errors import InputError
 
 _FORMAT, _VERSION = "glm52-orbax", 1
 HEAD = json.dumps({"format": _FORMAT}, indent=1)[:-2].encode()

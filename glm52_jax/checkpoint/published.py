@@ -17,10 +17,10 @@ import numpy as np
 
 from glm52_jax.checkpoint.safetensors_file import Entry, SafetensorsFile
 from glm52_jax.config import SHARED, ModelConfig, read_json
-from glm52_jax.errors import InputError
-from glm52_jax.files import dead_link
-from glm52_jax.json_fields import shown
+from glm52_jax.io.files import dead_link
+from glm52_jax.io.json_fields import shown
 from glm52_jax.spec import SCALE_SUFFIX, Tensor, config_notes, parameters
+from sharding.errors import InputError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 from glm52_jax.checkpoint.companions import is_companion
 from glm52_jax.checkpoint.published import INDEX_FILE, PublishedCheckpoint
-from glm52_jax.errors import InputError
-from glm52_jax.files import unwritable
+from glm52_jax.io.files import unwritable
+from sharding.errors import InputError
 
 READ_AHEAD = 32 * 2**20
 """Bytes of a request, where a tensor has as many: a request takes longer to arrive than a few megabytes."""

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from glm52_jax.errors import InputError
-from glm52_jax.files import dead_link, reading, whole_file
-from glm52_jax.json_fields import shown, without_duplicates
+from glm52_jax.io.files import dead_link, reading, whole_file
+from glm52_jax.io.json_fields import shown, without_duplicates
+from sharding.errors import InputError
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),

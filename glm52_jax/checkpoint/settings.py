@@ -13,7 +13,7 @@ from glm52_jax.checkpoint.store import CHUNK_BYTES
 from glm52_jax.checkpoint.transform import Piece, Source, piece
 from glm52_jax.config import ModelConfig, QuantizationConfig
 from glm52_jax.config_json import DTYPE_FIELDS
-from glm52_jax.errors import InputError
+from sharding.errors import InputError
 
 KEEP = "keep"
 DTYPE_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}

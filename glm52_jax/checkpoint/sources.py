@@ -10,7 +10,7 @@ from glm52_jax.checkpoint.converted import ConvertedCheckpoint, is_converted
 from glm52_jax.checkpoint.last_file import LastFile
 from glm52_jax.checkpoint.published import PublishedCheckpoint
 from glm52_jax.checkpoint.remote import RemoteCheckpoint, open_remote, remote_url
-from glm52_jax.unfinished import refuse_unfinished
+from glm52_jax.io.unfinished import refuse_unfinished
 
 
 class PublishedFiles(PublishedCheckpoint):

@@ -17,8 +17,8 @@ import numpy as np
 from glm52_jax.checkpoint.published import CODES, Contents, Stored
 from glm52_jax.checkpoint.safetensors_file import DTYPES, Entry, tensor_bytes
 from glm52_jax.checkpoint.value_checks import Counts, cast, not_finite, refuse_scales
-from glm52_jax.errors import InputError
 from glm52_jax.spec import Tensor
+from sharding.errors import InputError
 
 COPY_BYTES = 256 * 2**10
 """What a copy reads at a time: it stays in a processor's cache, which took half the time of 4 MiB."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import ml_dtypes
 import numpy as np
 
-from glm52_jax.errors import InputError
+from sharding.errors import InputError
 
 _NAMED = 5
 """Tensors that a sentence names."""

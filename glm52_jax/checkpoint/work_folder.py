@@ -17,10 +17,10 @@ from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from glm52_jax import files
-from glm52_jax.errors import InputError
-from glm52_jax.json_fields import shown
-from glm52_jax.unfinished import COMMAND, FORMAT, SETTINGS, UNFINISHED, settings_of
+from glm52_jax.io import files
+from glm52_jax.io.json_fields import shown
+from glm52_jax.io.unfinished import COMMAND, FORMAT, SETTINGS, UNFINISHED, settings_of
+from sharding.errors import InputError
 
 _HEAD = json.dumps({"format": FORMAT}, indent=1)[:-2].encode()
 """How `settings.json` begins."""

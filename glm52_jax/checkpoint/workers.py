@@ -14,9 +14,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from glm52_jax import files
-from glm52_jax.checkpoint.sizes import short_size
-from glm52_jax.errors import InputError
+from glm52_jax.inputs.sizes import short_size
+from glm52_jax.io import files
+from sharding.errors import InputError
 
 Unit = TypeVar("Unit")
 _GOES_ON = "when it can, the same command goes on from here"

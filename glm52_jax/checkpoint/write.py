@@ -17,10 +17,10 @@ from glm52_jax.checkpoint.published import INDEX_FILE, SINGLE_FILE, fused_name
 from glm52_jax.checkpoint.safetensors_file import DTYPES, tensor_bytes, write_safetensors
 from glm52_jax.checkpoint.value_checks import cast, refuse_scales
 from glm52_jax.config import ModelConfig
-from glm52_jax.errors import InputError
-from glm52_jax.files import is_there, reading, whole_file, writing
+from glm52_jax.io.files import is_there, reading, whole_file, writing
 from glm52_jax.quant import BlockQuantized, dequantize_blocks, quantize_blocks
 from glm52_jax.spec import Param, Stack, Tensor, parameters
+from sharding.errors import InputError
 from sharding.jax_settings import under_own_settings
 
 Params = dict[str, Any]

@@ -10,12 +10,12 @@ import click
 
 from glm52_jax.checkpoint.published import INDEX_FILE, Contents, PublishedCheckpoint
 from glm52_jax.config import ModelConfig, load_config
-from glm52_jax.errors import InputError
-from glm52_jax.files import is_there
+from glm52_jax.inputs.lengths import LENGTH
 from glm52_jax.inspect.account import CONTEXTS, account
 from glm52_jax.inspect.operators import operators
-from glm52_jax.lengths import LENGTH
+from glm52_jax.io.files import is_there
 from glm52_jax.spec import config_notes
+from sharding.errors import InputError
 
 DEFAULT_CONTEXT, DEFAULT_CHUNK = 128 * 1024, 2048
 

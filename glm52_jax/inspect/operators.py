@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from glm52_jax.config import FULL, SHARED, SPARSE, ModelConfig
-from glm52_jax.errors import InputError
+from glm52_jax.inputs.lengths import short_length
 from glm52_jax.inspect.account import (
     CONTEXTS,
     EMBEDDING,
@@ -46,8 +46,8 @@ from glm52_jax.inspect.account import (
     latent_row_bytes,
     weight_flops,
 )
-from glm52_jax.lengths import short_length
 from glm52_jax.spec import Param, Stack, Tensor, parameters
+from sharding.errors import InputError
 
 BATCHES = (1, 16, 256)
 CACHE_FORMAT = "bf16"

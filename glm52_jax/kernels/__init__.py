@@ -13,9 +13,9 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from glm52_jax.errors import InputError
 from sharding.compiler import chips
 from sharding.compiler.chips import Chip
+from sharding.errors import InputError
 
 BACKENDS = ("reference", "cpu", "tpu", "interpret")
 """What can be asked for. "interpret" runs the kernels for TPUs on any device, slowly, for tests."""

@@ -12,10 +12,10 @@ import numpy as np
 from rich.table import Table
 
 from glm52_jax.config import ModelConfig, load_config
-from glm52_jax.errors import InputError
-from glm52_jax.lengths import LENGTH
-from glm52_jax.terminal import screen, spinner
-from glm52_jax.user_values import SEED, token_batch
+from glm52_jax.inputs.lengths import LENGTH
+from glm52_jax.inputs.values import SEED, token_batch
+from glm52_jax.io.terminal import screen, spinner
+from sharding.errors import InputError
 
 if TYPE_CHECKING:
     from glm52_jax.precision.measure import Error

@@ -5,10 +5,10 @@ It must not know about models; how many rows an embedding has is for the caller 
 
 from pathlib import Path
 
-from glm52_jax.errors import InputError
-from glm52_jax.files import writing
-from glm52_jax.text.json_file import write_json_object
+from glm52_jax.io.files import writing
+from glm52_jax.io.json_file import write_json_object
 from glm52_jax.text.tokenizer import CONFIG_FILE, TOKENIZER_FILE, byte_characters
+from sharding.errors import InputError
 
 # In the order of their ids, which in GLM-5.2 are 154820 to 154850.
 CONTROL_TOKENS = (

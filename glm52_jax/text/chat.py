@@ -13,13 +13,13 @@ from typing import Any
 
 import jinja2
 
-from glm52_jax.errors import InputError
-from glm52_jax.files import is_there
-from glm52_jax.text.json_file import read_json_object, read_text
+from glm52_jax.io.files import is_there
+from glm52_jax.io.json_file import read_json_object, read_text
 from glm52_jax.text.messages import normalise_messages, normalise_tools
 from glm52_jax.text.special import free_mark, strings_in, unescape_mark
 from glm52_jax.text.template import TemplateRefusal, compile_template
 from glm52_jax.text.tokenizer import CONFIG_FILE, Tokenizer
+from sharding.errors import InputError
 
 TEMPLATE_FILE = "chat_template.jinja"
 BUILT_IN = "built-in"

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from glm52_jax.errors import InputError
+from sharding.errors import InputError
 
 ROLES = ("system", "user", "assistant", "tool")
 MAX_DEPTH = 100  # of nested values, far below where Python's recursion would end

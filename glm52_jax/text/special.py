@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from glm52_jax.errors import InputError
+from sharding.errors import InputError
 
 _FIRST_MARK, _LAST_MARK = 0xE000, 0xF8FF
 # A template may write JSON with every non-ASCII character escaped, so a mark must be free in that form too.

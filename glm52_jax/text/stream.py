@@ -7,7 +7,7 @@ know about tokenizers' files, chat formats or requests.
 import codecs
 from collections.abc import Callable, Sequence
 
-from glm52_jax.errors import InputError
+from sharding.errors import InputError
 
 MAX_STOP_STRINGS = 4
 

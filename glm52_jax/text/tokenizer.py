@@ -12,11 +12,11 @@ from typing import Any
 
 import tokenizers
 
-from glm52_jax.errors import InputError
-from glm52_jax.files import is_there
-from glm52_jax.text.json_file import read_json_object
+from glm52_jax.io.files import is_there
+from glm52_jax.io.json_file import read_json_object
 from glm52_jax.text.special import SpecialTokens
 from glm52_jax.text.stream import StreamDecoder
+from sharding.errors import InputError
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"

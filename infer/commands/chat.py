@@ -11,11 +11,10 @@ from typing import Any
 import click
 from rich.text import Text
 
-from glm52_jax.errors import InputError
+from glm52_jax.inputs.values import MAX_SEED
+from glm52_jax.io.streams import read_line
 from glm52_jax.row_formats import CACHE_FORMATS
-from glm52_jax.streams import read_line
 from glm52_jax.text import REASONING_EFFORTS, ChatFormat
-from glm52_jax.user_values import MAX_SEED
 from infer.commands.on_hosts import on_hosts
 from infer.commands.session import (
     Session,
@@ -26,6 +25,7 @@ from infer.commands.session import (
     stream_texts,
 )
 from infer.generation import Generation
+from sharding.errors import InputError
 from sharding.hosts.process_group import Hosts
 
 END_OF_THINKING = "</think>"

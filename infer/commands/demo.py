@@ -24,16 +24,16 @@ from glm52_jax.checkpoint.sources import open_checkpoint
 from glm52_jax.checkpoint.verify import verify
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.config import BUILT_IN, ModelConfig, QuantizationConfig
-from glm52_jax.errors import InputError
-from glm52_jax.files import check_folder
+from glm52_jax.inputs.values import SEED
 from glm52_jax.inspect.account import account
+from glm52_jax.io.files import check_folder
+from glm52_jax.io.terminal import screen
 from glm52_jax.model import forward
 from glm52_jax.params import init_params
-from glm52_jax.terminal import screen
 from glm52_jax.text import ChatFormat, Tokenizer, write_byte_tokenizer
-from glm52_jax.user_values import SEED
 from infer.commands.session import figures_line
 from infer.generation import Generation, generate
+from sharding.errors import InputError
 from sharding.jax_settings import start_devices
 
 PROMPT = "A mixture of experts sends each token to a few of its experts, and sparse attention reads a few positions."

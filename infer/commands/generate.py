@@ -9,10 +9,9 @@ from typing import Any
 
 import click
 
-from glm52_jax.errors import InputError
-from glm52_jax.files import check_folder
+from glm52_jax.io.files import check_folder
+from glm52_jax.io.streams import read_all
 from glm52_jax.row_formats import CACHE_FORMATS
-from glm52_jax.streams import read_all
 from infer.commands.on_hosts import on_hosts
 from infer.commands.session import (
     Session,
@@ -23,6 +22,7 @@ from infer.commands.session import (
     stream_texts,
 )
 from infer.generation import Generation
+from sharding.errors import InputError
 from sharding.hosts.process_group import Hosts
 
 

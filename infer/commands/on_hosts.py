@@ -16,10 +16,10 @@ import click
 import jax
 
 from glm52_jax.config import ModelConfig
-from glm52_jax.errors import InputError
+from glm52_jax.io.streams import writer
 from glm52_jax.params import abstract_params
 from glm52_jax.placement import param_specs
-from glm52_jax.streams import writer
+from sharding.errors import InputError
 from sharding.hosts.process_group import SILENCE_SECONDS, START_SECONDS, Hosts, join
 from sharding.jax_settings import own_settings, start_devices
 from sharding.layout import SINGLE, Layout

@@ -14,18 +14,18 @@ from rich.console import Console
 from glm52_jax.checkpoint.load import load_with_report
 from glm52_jax.checkpoint.sources import open_checkpoint
 from glm52_jax.config import ModelConfig, load_config
-from glm52_jax.errors import InputError
-from glm52_jax.files import is_there
+from glm52_jax.inputs.values import SEED
+from glm52_jax.io.files import is_there
+from glm52_jax.io.terminal import progress_bar, screen
 from glm52_jax.params import abstract_params
 from glm52_jax.row_formats import CACHE_FORMATS
-from glm52_jax.terminal import progress_bar, screen
 from glm52_jax.text import StopStrings, Tokenizer, check_stops
-from glm52_jax.user_values import SEED
 from infer.commands.on_hosts import choose_layout, fingerprint
 from infer.generation import STOP, Figures, Generation
 from infer.memory import refuse_too_large
 from infer.sampling import Sampling
 from infer.speculative import MAX_DRAFT_TOKENS
+from sharding.errors import InputError
 from sharding.hosts.process_group import ALONE, Hosts
 from sharding.layout import Layout
 

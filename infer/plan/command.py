@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from glm52_jax.config import FULL, ModelConfig, load_config
-from glm52_jax.errors import InputError
-from glm52_jax.lengths import LENGTH, short_length
-from glm52_jax.terminal import screen, spinner
+from glm52_jax.inputs.lengths import LENGTH, short_length
+from glm52_jax.io.terminal import screen, spinner
+from sharding.errors import InputError
 
 if TYPE_CHECKING:
     from infer.plan.plan import Plan

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from glm52_jax.errors import InputError
-from glm52_jax.files import check_file, whole_file, writing
+from glm52_jax.io.files import check_file, whole_file, writing
 from infer.plan.plan import Plan
 from sharding.compiler.chips import GIB
+from sharding.errors import InputError
 
 FORMATS = (".png", ".pdf", ".svg")
 

@@ -13,11 +13,11 @@ from typing import Any
 import jax
 
 from glm52_jax.config import FULL, SPARSE, ModelConfig
-from glm52_jax.errors import InputError
 from glm52_jax.params import abstract_params
 from infer.plan.account import Account
 from infer.plan.floors import Floor, collectives, floors
 from infer.plan.request import Request, accounted, described, request
+from sharding.errors import InputError
 from sharding.jax_settings import under_own_settings
 from sharding.layout import Layout
 

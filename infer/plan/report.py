@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from glm52_jax.lengths import short_length
+from glm52_jax.inputs.lengths import short_length
 from infer.plan.plan import Plan
 from infer.plan.sweep import Refused
 

@@ -10,15 +10,15 @@ from typing import Any
 import jax
 
 from glm52_jax.config import FULL, ModelConfig
-from glm52_jax.errors import InputError
+from glm52_jax.inputs.values import number, whole_number
 from glm52_jax.kernels import resolve_backend
 from glm52_jax.params import abstract_params
 from glm52_jax.row_formats import CACHE_FORMATS, CacheFormat
-from glm52_jax.user_values import number, whole_number
 from infer.plan.account import Account, account, parameter_bytes
 from infer.speculative import MAX_DRAFT_TOKENS
 from infer.steps import StepProvider
 from sharding.compiler.topology import Topology
+from sharding.errors import InputError
 from sharding.jax_settings import under_own_settings
 from sharding.layout import Layout
 from sharding.presets import PRESETS, read_layouts

@@ -7,8 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from glm52_jax.errors import InputError
-from sharding.errors import printable
+from sharding.errors import InputError, printable
 
 Asked = TypeVar("Asked")
 Made = TypeVar("Made")

@@ -14,7 +14,7 @@ import jax
 from rich.console import Console
 from rich.text import Text
 
-from glm52_jax.terminal import screen, spinner
+from glm52_jax.io.terminal import screen, spinner
 from infer.commands.on_hosts import on_hosts
 from infer.selftest.checks import FAIL, PASS, SKIP, Section, run_sections
 from infer.selftest.report import DEFAULT_NAME, Report, checked_path, line

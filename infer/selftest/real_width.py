@@ -18,7 +18,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from glm52_jax.config import BUILT_IN, DENSE, FULL, SHARED, SPARSE, ModelConfig
-from glm52_jax.errors import InputError
 from glm52_jax.params import abstract_params, build, leaf_of
 from glm52_jax.row_formats import parts_of
 from glm52_jax.spec import Param
@@ -26,6 +25,7 @@ from infer.plan.account import Account, account
 from infer.selftest.checks import Check, Found, Once, Skip, Wrong
 from infer.selftest.machine import Machine, memory_limit
 from infer.steps import State, StepProvider
+from sharding.errors import InputError
 from sharding.hosts.process_group import current
 from sharding.layout import SINGLE, Layout
 

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from glm52_jax.errors import InputError
-from glm52_jax.files import check_file, is_there, reading, whole_file, writing
+from glm52_jax.io.files import check_file, is_there, reading, whole_file, writing
 from infer.selftest.checks import FAIL, PASS, SKIP, Outcome
+from sharding.errors import InputError
 
 DEFAULT_NAME = "glm52-selftest.json"
 _SUFFIXES = (".json", ".md")

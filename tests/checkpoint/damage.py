@@ -11,7 +11,7 @@ import pytest
 from glm52_jax.checkpoint import load
 from glm52_jax.checkpoint.load import load_params
 from glm52_jax.checkpoint.published import INDEX_FILE
-from glm52_jax.errors import InputError
+from sharding.errors import InputError
 from tests.checkpoint.builders import Folder
 
 Damage = Callable[[Folder], Any]

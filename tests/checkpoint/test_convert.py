@@ -26,8 +26,8 @@ from glm52_jax.checkpoint.settings import Settings
 from glm52_jax.checkpoint.store import leaf_of, leaves
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.config import ModelConfig
-from glm52_jax.errors import InputError
 from glm52_jax.text import write_byte_tokenizer
+from sharding.errors import InputError
 from tests.checkpoint import test_damaged_files, test_refusals
 from tests.checkpoint.builders import EXPERTS, MTP_LAYER, Folder, random_params, small_config
 from tests.checkpoint.conversions import contents, run_convert, tensors

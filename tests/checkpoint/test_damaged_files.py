@@ -12,7 +12,7 @@ import pytest
 from glm52_jax.checkpoint import load
 from glm52_jax.checkpoint.load import load_params
 from glm52_jax.checkpoint.published import INDEX_FILE, SINGLE_FILE
-from glm52_jax.errors import InputError
+from sharding.errors import InputError
 from tests.checkpoint.builders import Folder
 from tests.checkpoint.damage import Cases, Damage, assert_refused, cut, header_entry, weight_map
 

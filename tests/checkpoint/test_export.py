@@ -14,9 +14,9 @@ from glm52_jax.checkpoint.export import plan
 from glm52_jax.checkpoint.load import load_with_report
 from glm52_jax.checkpoint.published import INDEX_FILE
 from glm52_jax.checkpoint.settings import Settings
-from glm52_jax.checkpoint.sizes import parse_size, short_size
 from glm52_jax.checkpoint.write import write_checkpoint
-from glm52_jax.errors import InputError
+from glm52_jax.inputs.sizes import parse_size, short_size
+from sharding.errors import InputError
 from tests import needs
 from tests.checkpoint.builders import EXPERTS, MTP_LAYER, Folder, random_params, small_config
 from tests.checkpoint.conversions import contents, run_convert, run_export, tensors

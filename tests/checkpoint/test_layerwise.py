@@ -16,7 +16,7 @@ from glm52_jax.block import LayerPlace
 from glm52_jax.checkpoint import commands, layer_stages, layerwise
 from glm52_jax.checkpoint.layerwise import Finding, differences
 from glm52_jax.checkpoint.sources import open_checkpoint
-from glm52_jax.errors import InputError
+from sharding.errors import InputError
 from tests import needs
 from tests.checkpoint.builders import EXPERTS, MTP_LAYER, Folder, small_config
 from tests.checkpoint.conversions import run_convert, run_export

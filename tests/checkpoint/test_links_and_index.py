@@ -17,9 +17,9 @@ from glm52_jax.checkpoint.settings import Settings
 from glm52_jax.checkpoint.sources import open_checkpoint
 from glm52_jax.checkpoint.verify import verify
 from glm52_jax.cli import COMMANDS
-from glm52_jax.errors import InputError
-from glm52_jax.floors import import_ours
+from glm52_jax.own_imports import import_ours
 from glm52_jax.text import write_byte_tokenizer
+from sharding.errors import InputError
 from tests.checkpoint.builders import Folder
 from tests.checkpoint.conversions import contents, run_convert, run_export
 from tests.checkpoint.damage import weight_map

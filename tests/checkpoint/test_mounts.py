@@ -18,8 +18,8 @@ from glm52_jax.checkpoint.settings import Settings
 from glm52_jax.checkpoint.sources import open_checkpoint
 from glm52_jax.checkpoint.store import CHUNK_BYTES
 from glm52_jax.checkpoint.write import write_checkpoint
-from glm52_jax.errors import InputError
-from glm52_jax.unfinished import MANIFEST, UNFINISHED
+from glm52_jax.io.unfinished import MANIFEST, UNFINISHED
+from sharding.errors import InputError
 from tests.checkpoint.builders import FP8, random_params, small_config
 from tests.checkpoint.conversions import contents, run_convert, run_export, tensors
 

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from glm52_jax.checkpoint import commands, convert, store
 from glm52_jax.checkpoint.converted import ConvertedCheckpoint
 from glm52_jax.checkpoint.orbax_view import OrbaxView
-from glm52_jax.errors import InputError
-from glm52_jax.unfinished import MANIFEST
+from glm52_jax.io.unfinished import MANIFEST
+from sharding.errors import InputError
 from tests.checkpoint.builders import Folder
 from tests.checkpoint.conversions import NoOrbax, run_convert
 

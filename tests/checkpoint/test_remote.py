@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from glm52_jax.checkpoint import commands, remote
 from glm52_jax.checkpoint.sources import opened
-from glm52_jax.errors import InputError
+from sharding.errors import InputError
 from tests.checkpoint.builders import Folder
 from tests.checkpoint.conversions import contents, run_convert
 

@@ -24,8 +24,8 @@ from glm52_jax.checkpoint.sources import open_checkpoint
 from glm52_jax.checkpoint.store import CHUNK_BYTES
 from glm52_jax.checkpoint.verify import verify
 from glm52_jax.checkpoint.write import write_checkpoint
-from glm52_jax.errors import InputError
-from glm52_jax.unfinished import MANIFEST, UNFINISHED
+from glm52_jax.io.unfinished import MANIFEST, UNFINISHED
+from sharding.errors import InputError
 from tests.checkpoint.builders import FP8, Folder, random_params, small_config
 from tests.checkpoint.conversions import contents, run_convert
 
@@ -276,7 +276,7 @@ FILLED = """
 import resource, signal, sys
 from glm52_jax.checkpoint import commands
 from glm52_jax.checkpoint.write import write_checkpoint
-from glm52_jax.errors import InputError
+from sharding.errors import InputError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
 try:

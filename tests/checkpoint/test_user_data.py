@@ -12,10 +12,10 @@ import pytest
 from glm52_jax.checkpoint import convert, export
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.config import ModelConfig
-from glm52_jax.errors import InputError
+from glm52_jax.io.unfinished import MANIFEST, UNFINISHED
 from glm52_jax.text import write_byte_tokenizer
-from glm52_jax.unfinished import MANIFEST, UNFINISHED
 from infer.selftest.report import Report, checked_path
+from sharding.errors import InputError
 from tests.checkpoint.builders import Folder
 from tests.checkpoint.conversions import contents, run_convert, run_export
 

@@ -16,8 +16,8 @@ from click.testing import CliRunner, Result
 from glm52_jax.checkpoint import commands
 from glm52_jax.checkpoint.sources import open_checkpoint
 from glm52_jax.checkpoint.verify import verify
-from glm52_jax.errors import InputError
-from glm52_jax.unfinished import MANIFEST
+from glm52_jax.io.unfinished import MANIFEST
+from sharding.errors import InputError
 from tests.checkpoint.builders import MTP_LAYER, Folder
 from tests.checkpoint.conversions import run_convert
 

@@ -13,10 +13,10 @@ from click.testing import CliRunner, Result
 
 from glm52_jax.checkpoint.safetensors_file import SafetensorsFile, write_safetensors
 from glm52_jax.cli import glm52
-from glm52_jax.errors import InputError
 from glm52_jax.text import Tokenizer
 from infer.commands.session import Session, stream_texts
 from infer.generation import STOP, Generation, generate
+from sharding.errors import InputError
 from tests.infer.conftest import CONFIG
 
 

@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 from glm52_jax.cli import glm52
-from glm52_jax.errors import InputError
 from infer import memory
 from infer.commands import session
+from sharding.errors import InputError
 
 Edit = Callable[[Path], object]
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from glm52_jax.config import ModelConfig
-from glm52_jax.errors import InputError
 from glm52_jax.params import leaf_of
 from glm52_jax.row_formats import CACHE_FORMATS
 from infer.generation import Generation, generate
 from infer.sampling import Sampling
 from infer.speculative import accept
 from infer.steps import StepProvider
+from sharding.errors import InputError
 
 PROMPTS = [[5, 3, 8, 200, 17, 90, 4, 31, 77, 6, 12, 40], [9, 8, 7]]
 WAYS: dict[str, dict[str, Any]] = {

@@ -12,10 +12,10 @@ from glm52_jax import forward, mtp
 from glm52_jax.block import Forms
 from glm52_jax.cache import Cache, gather_rows
 from glm52_jax.config import ModelConfig
-from glm52_jax.errors import InputError
 from glm52_jax.model import extend
 from infer.generation import LENGTH, STOP, Generation, generate
 from infer.steps import StepProvider
+from sharding.errors import InputError
 from tests.model.cases import all_cases
 
 PROMPT = [5, 9, 200, 31, 7, 7, 90, 14, 3, 77, 120, 8]  # longer than index_topk

@@ -17,8 +17,8 @@ from jax._src.clusters import cloud_tpu_cluster
 
 from glm52_jax.checkpoint.load import load_params
 from glm52_jax.config import BUILT_IN
-from glm52_jax.errors import InputError
 from infer.commands import on_hosts
+from sharding.errors import InputError
 from sharding.hosts import process_group
 from sharding.hosts.process_group import ALONE, Place, find_place
 from sharding.layout import Layout

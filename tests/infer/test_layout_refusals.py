@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from glm52_jax.axis_rules import DIVISIONS, check_rules
 from glm52_jax.checkpoint.load import load_params
 from glm52_jax.cli import glm52
-from glm52_jax.errors import InputError
 from infer.commands.on_hosts import choose_layout
 from infer.generation import Generation
 from infer.plan.plan import request
 from infer.selftest.machine import Machine
 from infer.steps import StepProvider
+from sharding.errors import InputError
 from sharding.hosts.process_group import ALONE
 from sharding.layout import AXES, DEFAULT_RULES, Layout
 from sharding.presets import PRESETS

@@ -10,7 +10,6 @@ import pytest
 from click.testing import CliRunner
 
 from glm52_jax.config import ModelConfig, QuantizationConfig, load_config
-from glm52_jax.errors import InputError
 from infer.plan import stored
 from infer.plan.command import plan
 from infer.plan.fit import largest_batch, largest_context
@@ -18,6 +17,7 @@ from infer.plan.plan import Plan, analytic_plan, compile_plan
 from infer.plan.plan import plan as planned_from_python
 from infer.plan.request import Request, accounted, described, request
 from sharding.compiler import chips
+from sharding.errors import InputError
 from tests.kernels.quickly import quickly
 from tests.model.tiny import tiny
 from tests.needs import needs_libtpu

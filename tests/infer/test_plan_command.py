@@ -9,7 +9,6 @@ import pytest
 from click.testing import CliRunner
 
 from glm52_jax.config import load_config
-from glm52_jax.errors import InputError
 from infer.plan import stored
 from infer.plan.command import plan
 from infer.plan.floors import Floor
@@ -18,6 +17,7 @@ from infer.plan.request import Request, request
 from infer.plan.sweep import layouts, names
 from sharding.compiler import chips
 from sharding.compiler.topology import NoCompilerError, Topology
+from sharding.errors import InputError
 from sharding.layout import Layout
 from tests.infer.test_plan import SMALL
 from tests.needs import needs_libtpu, package

@@ -13,12 +13,12 @@ import pytest
 from click.testing import CliRunner
 
 from glm52_jax.config import BUILT_IN
-from glm52_jax.errors import InputError
+from glm52_jax.inputs.lengths import parse_length, short_length
 from glm52_jax.inspect import report
 from glm52_jax.inspect.account import account
 from glm52_jax.inspect.command import inspect
-from glm52_jax.lengths import parse_length, short_length
 from glm52_jax.spec import published_tensors
+from sharding.errors import InputError
 
 TINY = BUILT_IN["glm-5.2-tiny"]
 DOCS = Path(__file__).parents[2] / "docs" / "inspect.md"

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from glm52_jax.config import BUILT_IN
-from glm52_jax.errors import InputError
 from glm52_jax.inspect.account import all_full, flops_per_token
 from glm52_jax.inspect.operators import (
     LAYER,
@@ -24,6 +23,7 @@ from glm52_jax.inspect.operators import (
     typical_layer,
 )
 from glm52_jax.spec import Stack, parameters
+from sharding.errors import InputError
 
 GLM52, FP8, TINY = BUILT_IN["glm-5.2"], BUILT_IN["glm-5.2-fp8"], BUILT_IN["glm-5.2-tiny"]
 KILO, MEGA = 1024, 1024**2

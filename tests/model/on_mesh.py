@@ -22,11 +22,11 @@ from glm52_jax.block import Forms
 from glm52_jax.checkpoint.load import load_params
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.config import QuantizationConfig
-from glm52_jax.errors import InputError
 from glm52_jax.moe_form import DispatchForm
 from glm52_jax.placement import param_shardings
 from glm52_jax.row_formats import CacheFormat
 from infer.generation import generate
+from sharding.errors import InputError
 from sharding.layout import Layout
 from tests.model.cases import FORMS, ON_TPUS, all_cases, check, figures
 from tests.model.mesh_paths import MeshWalk

@@ -27,12 +27,12 @@ import numpy as np
 
 from glm52_jax.block import Forms
 from glm52_jax.config import ModelConfig, QuantizationConfig
-from glm52_jax.errors import InputError
 from glm52_jax.moe_form import DispatchForm
 from glm52_jax.placement import param_specs
 from glm52_jax.row_formats import CACHE_FORMATS
 from infer.generation import generate
 from infer.selftest.tiny_model import in_blocks
+from sharding.errors import InputError
 from sharding.layout import AXES, DEFAULT_RULES, Layout
 from tests.model.cases import complaints, figures
 from tests.model.mesh_paths import MeshWalk, placed

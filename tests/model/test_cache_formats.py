@@ -15,7 +15,6 @@ from hypothesis.extra import numpy as arrays
 import glm52_jax as glm
 from glm52_jax.cache import Cache, context_rows, gather_rows
 from glm52_jax.config import load_config
-from glm52_jax.errors import InputError
 from glm52_jax.inspect.account import index_key_bytes, latent_row_bytes
 from glm52_jax.kernels.cache_write.api import write_rows
 from glm52_jax.primitives import hadamard
@@ -32,6 +31,7 @@ from glm52_jax.row_formats import (
 )
 from infer.generation import generate
 from infer.steps import StepProvider
+from sharding.errors import InputError
 from tests.model.cases import FORMS, figures
 from tests.model.paths import Walk
 from tests.model.tiny import EXPANDED, random_params, tiny, tiny_case

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from glm52_jax.config import load_config
-from glm52_jax.errors import InputError
 from glm52_jax.moe_form import DispatchForm, choose_form, hops
+from sharding.errors import InputError
 from sharding.layout import Layout
 
 CONFIG = load_config("glm-5.2")

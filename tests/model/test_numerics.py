@@ -17,9 +17,9 @@ from glm52_jax import attention, indexer, model, moe, mtp
 from glm52_jax.block import LayerPlace, block
 from glm52_jax.cache import Cache, Places
 from glm52_jax.config import ModelConfig
-from glm52_jax.errors import InputError
 from glm52_jax.primitives import Rotary, layer_norm, rms_norm, take
 from glm52_jax.selection import Selection
+from sharding.errors import InputError
 from sharding.layout import SINGLE
 from tests.model.paths import QUICK_OPTIONS
 from tests.model.tiny import ABSORBED, EXPANDED, TINY, random_params, random_tokens, tiny

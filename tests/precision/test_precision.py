@@ -12,10 +12,10 @@ from click.testing import CliRunner
 
 from glm52_jax.checkpoint.load import load_params
 from glm52_jax.checkpoint.write import write_checkpoint
-from glm52_jax.errors import InputError
 from glm52_jax.precision import measure
 from glm52_jax.precision.command import precision
 from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
+from sharding.errors import InputError
 from tests.model.tiny import random_params, tiny
 
 CONFIG = tiny(num_hidden_layers=2, indexer_types=("full", "full"), mlp_layer_types=("dense", "sparse"))

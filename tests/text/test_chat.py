@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from glm52_jax.errors import InputError
 from glm52_jax.text import (
     ChatFormat,
     Tokenizer,
@@ -17,6 +16,7 @@ from glm52_jax.text import (
     normalise_messages,
     write_byte_tokenizer,
 )
+from sharding.errors import InputError
 from tests import needs
 
 Json = dict[str, Any]

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm52_jax.errors import InputError
 from glm52_jax.text import GLM_SPECIAL_TOKENS, ChatFormat, Tokenizer, built_in_template, write_byte_tokenizer
+from sharding.errors import InputError
 
 Json = dict[str, Any]
 

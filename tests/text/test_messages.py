@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from glm52_jax.errors import InputError
 from glm52_jax.text import normalise_messages, normalise_tools
+from sharding.errors import InputError
 
 Json = dict[str, Any]
 

@@ -8,8 +8,8 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm52_jax.errors import InputError
 from glm52_jax.text import StopStrings, StreamDecoder, Tokenizer, write_byte_tokenizer
+from sharding.errors import InputError
 
 # Few letters, so that stop strings overlap themselves, each other and the text.
 LETTERS = st.text(alphabet="abé", max_size=24)

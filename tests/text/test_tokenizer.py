@@ -10,8 +10,8 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm52_jax.errors import InputError
 from glm52_jax.text import GLM_SPECIAL_TOKENS, Tokenizer, write_byte_tokenizer
+from sharding.errors import InputError
 
 TEXTS = st.lists(st.one_of(st.text(max_size=8), st.sampled_from(GLM_SPECIAL_TOKENS)), max_size=8).map("".join)
 

@@ -17,7 +17,7 @@ from collections.abc import Collection, Generator, Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-from glm52_jax.errors import InputError
+from sharding.errors import InputError
 
 _NOT_SUPPORTED = {errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 _NO_RENAME = {*_NOT_SUPPORTED, errno.EXDEV}

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from glm52_jax.errors import InputError
-from glm52_jax.files import dead_link
+from glm52_jax.io.files import dead_link
+from sharding.errors import InputError
 
 LARGEST = 2**31 - 1
 """Of a size or id: what an int32 holds."""

@@ -10,8 +10,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from glm52_jax.errors import InputError
-from glm52_jax.files import is_there
+from glm52_jax.io.files import is_there
+from sharding.errors import InputError
 
 UNFINISHED, SETTINGS, MANIFEST = "unfinished", "settings.json", "manifest.json"
 FORMAT, COMMAND = "glm52-unfinished", "command"

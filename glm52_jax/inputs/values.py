@@ -14,7 +14,7 @@ from typing import Any
 import click
 import numpy as np
 
-from glm52_jax.errors import InputError
+from sharding.errors import InputError
 
 MAX_SEED = (1 << 32) - 1
 

@@ -7,7 +7,7 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
-from glm52_jax.errors import InputError
+from sharding.errors import InputError
 
 _HOME = Path(__file__).resolve().parent.parent
 

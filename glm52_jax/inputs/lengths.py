@@ -6,7 +6,7 @@ import re
 
 import click
 
-from glm52_jax.errors import InputError
+from sharding.errors import InputError
 
 _FACTORS = {"": 1, "k": 1024, "m": 1024**2}
 _LENGTH = re.compile(r"(\d+(?:_\d+)*(?:\.\d+)?)([km]?)", re.ASCII | re.IGNORECASE)

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from glm52_jax.errors import InputError
-from glm52_jax.files import dead_link, is_there, whole_file, writing
+from glm52_jax.io.files import dead_link, is_there, whole_file, writing
+from sharding.errors import InputError
 
 
 def read_text(path: Path) -> str:

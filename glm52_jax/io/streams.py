@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from glm52_jax.errors import InputError
+from sharding.errors import InputError
 
 STDIN, STDOUT, STDERR = 0, 1, 2
 STDOUT_NAME = "standard output"

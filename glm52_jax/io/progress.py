@@ -8,8 +8,8 @@ from collections.abc import Generator
 
 from rich.console import Console
 
-from glm52_jax.checkpoint.sizes import short_size
-from glm52_jax.terminal import progress_bar
+from glm52_jax.inputs.sizes import short_size
+from glm52_jax.io.terminal import progress_bar
 
 _SECONDS = 10.0  # between two lines
 
