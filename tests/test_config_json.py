@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm52_jax.config import BUILT_IN, ModelConfig, QuantizationConfig, load_config, read_json
+from glm52_jax.config import BUILT_IN, ModelConfig, QuantizationConfig, load_config
+from glm52_jax.io.json_fields import read_json
 from sharding.errors import InputError
 from tests.published_config import ABSENT, PLAN, PUBLISHED, F, S, no_plan, raw, read, refused
 

@@ -29,10 +29,10 @@ from glm52_jax.checkpoint.transform import WORKER_BYTES, Output, Piece, Tally, v
 from glm52_jax.checkpoint.value_checks import Counts
 from glm52_jax.checkpoint.work_folder import PART, Journal, WorkFolder
 from glm52_jax.checkpoint.workers import Account, Meter, Pulse, run, unwritable
-from glm52_jax.config import ModelConfig, read_json
+from glm52_jax.config import ModelConfig
 from glm52_jax.inputs.sizes import short_size
 from glm52_jax.io import files
-from glm52_jax.io.json_fields import shown
+from glm52_jax.io.json_fields import read_json, shown
 from sharding.errors import InputError
 
 UNIT_BYTES = 256 * 2**20

@@ -17,8 +17,9 @@ from glm52_jax.checkpoint.manifest import Manifest
 from glm52_jax.checkpoint.published import PublishedCheckpoint
 from glm52_jax.checkpoint.safetensors_file import DTYPES, Entry, mapped
 from glm52_jax.checkpoint.store import CHUNK_BYTES, PARAMS, Leaf, leaf_of, leaves, params_folder
-from glm52_jax.config import ModelConfig, read_json
+from glm52_jax.config import ModelConfig
 from glm52_jax.io.files import dead_link, is_there
+from glm52_jax.io.json_fields import read_json
 from glm52_jax.io.unfinished import MANIFEST, not_finished
 from glm52_jax.spec import Tensor
 from sharding.errors import InputError

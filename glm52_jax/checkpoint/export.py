@@ -24,8 +24,9 @@ from glm52_jax.checkpoint.transform import Piece, Tally, values
 from glm52_jax.checkpoint.value_checks import Counts, sentences
 from glm52_jax.checkpoint.work_folder import Journal, WorkFolder
 from glm52_jax.checkpoint.workers import Account, Meter, Pulse, run, unwritable
-from glm52_jax.config import ModelConfig, read_json
+from glm52_jax.config import ModelConfig
 from glm52_jax.io import files
+from glm52_jax.io.json_fields import read_json
 from sharding.errors import InputError
 
 SHARD_BYTES = 5 * 10**9

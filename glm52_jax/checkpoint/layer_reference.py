@@ -23,7 +23,8 @@ from transformers import GlmMoeDsaConfig  # pyrefly: ignore[missing-import]
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm  # pyrefly: ignore[missing-import]
 
 from glm52_jax.checkpoint.sources import Checkpoint
-from glm52_jax.config import ModelConfig, read_json
+from glm52_jax.config import ModelConfig
+from glm52_jax.io.json_fields import read_json
 
 Stages = dict[str, np.ndarray]
 """Arrays by the names of `layer_stages.STAGES`, without the batch: `[tokens, ...]`."""

@@ -13,8 +13,7 @@ from typing import Any
 from glm52_jax.checkpoint.safetensors_file import DTYPES, tensor_bytes
 from glm52_jax.checkpoint.store import STORED_TYPES
 from glm52_jax.checkpoint.value_checks import Counts, sentences
-from glm52_jax.config import read_json
-from glm52_jax.io.json_fields import shown
+from glm52_jax.io.json_fields import read_json, shown
 from glm52_jax.io.unfinished import MANIFEST
 from sharding.errors import InputError
 

@@ -16,9 +16,9 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from glm52_jax.checkpoint.safetensors_file import Entry, SafetensorsFile
-from glm52_jax.config import SHARED, ModelConfig, read_json
+from glm52_jax.config import SHARED, ModelConfig
 from glm52_jax.io.files import dead_link
-from glm52_jax.io.json_fields import shown
+from glm52_jax.io.json_fields import read_json, shown
 from glm52_jax.spec import SCALE_SUFFIX, Tensor, config_notes, parameters
 from sharding.errors import InputError
 

@@ -12,7 +12,7 @@ from glm52_jax.checkpoint.safetensors_file import DTYPES
 from glm52_jax.checkpoint.store import CHUNK_BYTES
 from glm52_jax.checkpoint.transform import Piece, Source, piece
 from glm52_jax.config import ModelConfig, QuantizationConfig
-from glm52_jax.config_json import DTYPE_FIELDS
+from glm52_jax.config.config_json import DTYPE_FIELDS
 from sharding.errors import InputError
 
 KEEP = "keep"

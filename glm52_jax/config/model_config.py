@@ -11,26 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from glm52_jax.config_json import DENSE, FULL, SHARED, SPARSE, read_config, write_config
-from glm52_jax.generation_json import write_generation
+from glm52_jax.config.config_json import read_config, write_config
+from glm52_jax.config.generation_config import write_generation
+from glm52_jax.config.layer_types import DENSE, FULL, SHARED, SPARSE
+from glm52_jax.config.quantization_config import QuantizationConfig
+from glm52_jax.config.released import GENERATION, RELEASED
 from glm52_jax.io.files import is_there, refuse_dead_links
 from glm52_jax.io.json_fields import read_json
 from glm52_jax.io.unfinished import refuse_unfinished
-from glm52_jax.quantization_config import QuantizationConfig
-from glm52_jax.released import GENERATION, RELEASED
 from sharding.errors import InputError
-
-__all__ = [
-    "BUILT_IN",
-    "DENSE",
-    "FULL",
-    "SHARED",
-    "SPARSE",
-    "ModelConfig",
-    "QuantizationConfig",
-    "load_config",
-    "read_json",
-]
 
 _SUFFIXES = (".json", ".jinja", ".model")
 """Of files that say what a checkpoint is: config, generation config, tokenizer, template, index."""
@@ -170,11 +159,14 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The content of `config.json`; with `generation_dict`, `from_dict` reads it back to an equal config."""
-        return write_config(self)
+        return write_config(self._values())
 
     def generation_dict(self) -> dict[str, Any]:
         """The content of `generation_config.json`."""
-        return write_generation(self)
+        return write_generation(self._values())
+
+    def _values(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:

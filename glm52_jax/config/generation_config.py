@@ -6,12 +6,10 @@ apply, and what makes the choice greedy, becomes a note. It must not know how to
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from glm52_jax.io.json_fields import LARGEST, Fields, shown
-
-if TYPE_CHECKING:
-    from glm52_jax.config import ModelConfig
 
 # Fields that would change a text, with the values that leave it as it is. Null does too.
 _NOT_APPLIED: dict[str, tuple[Any, ...]] = {
@@ -109,12 +107,16 @@ def read_pad(vocab_size: int, fields: Fields) -> int | None:
     return pad
 
 
-def write_generation(config: ModelConfig) -> dict[str, Any]:
-    """The content of `generation_config.json`."""
-    raw: dict[str, Any] = {"eos_token_id": list(config.eos_token_ids) or None}
-    if config.pad_token_id is not None:
-        raw["pad_token_id"] = config.pad_token_id
-    if config.top_k:
-        raw["top_k"] = config.top_k
+def write_generation(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of `generation_config.json` from the fields of `ModelConfig`."""
+    raw: dict[str, Any] = {"eos_token_id": list(values["eos_token_ids"]) or None}
+    if values["pad_token_id"] is not None:
+        raw["pad_token_id"] = values["pad_token_id"]
+    if values["top_k"]:
+        raw["top_k"] = values["top_k"]
     # `transformers` samples only where the file says so, and refuses a temperature of 0 then.
-    return raw | {"do_sample": config.temperature > 0, "temperature": config.temperature, "top_p": config.top_p}
+    return raw | {
+        "do_sample": values["temperature"] > 0,
+        "temperature": values["temperature"],
+        "top_p": values["top_p"],
+    }

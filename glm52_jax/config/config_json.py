@@ -8,19 +8,14 @@ What the values mean together is `config`'s business, which is also the only cal
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from glm52_jax.generation_json import read_eos, read_pad, read_sampling
+from glm52_jax.config.generation_config import read_eos, read_pad, read_sampling
+from glm52_jax.config.layer_types import DENSE, FULL, SHARED, SPARSE
+from glm52_jax.config.quantization_config import read_quantization, write_quantization
 from glm52_jax.io.json_fields import Fields, shown
-from glm52_jax.quantization_config import read_quantization, write_quantization
 
-if TYPE_CHECKING:
-    from glm52_jax.config import ModelConfig
-
-FULL, SHARED = "full", "shared"
-DENSE, SPARSE = "dense", "sparse"
 MODEL_TYPE = "glm_moe_dsa"
 DTYPE_FIELDS = ("dtype", "torch_dtype")  # new and old name, in order of precedence
 
@@ -107,39 +102,39 @@ def read_config(raw: Mapping[str, Any], generation: Mapping[str, Any], source: s
     return values | {"notes": (*fields.notes, *sampling.notes)}
 
 
-def write_config(config: ModelConfig) -> dict[str, Any]:
-    """The content of `config.json`, which `read_config` reads back to the same values.
+def write_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of `config.json` from the fields of `ModelConfig`; `read_config` reads it back to the same values.
 
     A field that says the same in another way is written too where other programs read only that one: a schedule or a
     pattern beside `indexer_types`, `first_k_dense_replace` beside `mlp_layer_types`.
     """
     raw: dict[str, Any] = {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": MODEL_TYPE}
-    raw |= {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in _OTHER_FORM}
+    raw |= {name: value for name, value in values.items() if name not in _OTHER_FORM}
     raw |= {
         "attention_dropout": 0.0,
-        "eos_token_id": list(config.eos_token_ids) or None,
+        "eos_token_id": list(values["eos_token_ids"]) or None,
         "hidden_act": "silu",
-        "indexer_types": list(config.indexer_types),
-        "mlp_layer_types": list(config.mlp_layer_types),
+        "indexer_types": list(values["indexer_types"]),
+        "mlp_layer_types": list(values["mlp_layer_types"]),
         "moe_router_dtype": "float32",
-        "num_key_value_heads": config.num_attention_heads,
-        "qk_head_dim": config.qk_head_dim,
-        "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
+        "num_key_value_heads": values["num_attention_heads"],
+        "qk_head_dim": values["qk_nope_head_dim"] + values["qk_rope_head_dim"],
+        "rope_parameters": {"rope_theta": values["rope_theta"], "rope_type": "default"},
         "scoring_func": "sigmoid",
         "tie_word_embeddings": False,
         "topk_method": "noaux_tc",
         "use_cache": True,
     }
-    raw |= _schedule(config.indexer_types)
-    dense = config.mlp_layer_types.count(DENSE)
-    if DENSE not in config.mlp_layer_types[dense:]:
+    raw |= _schedule(values["indexer_types"])
+    dense = values["mlp_layer_types"].count(DENSE)
+    if DENSE not in values["mlp_layer_types"][dense:]:
         raw |= {"first_k_dense_replace": dense, "moe_layer_freq": 1}
-    if config.latent_norm_eps != config.rms_norm_eps:
-        raw["latent_norm_eps"] = config.latent_norm_eps
-    if config.pad_token_id is not None:
-        raw["pad_token_id"] = config.pad_token_id
-    if config.quantization is not None:
-        raw["quantization_config"] = write_quantization(config.quantization)
+    if values["latent_norm_eps"] != values["rms_norm_eps"]:
+        raw["latent_norm_eps"] = values["latent_norm_eps"]
+    if values["pad_token_id"] is not None:
+        raw["pad_token_id"] = values["pad_token_id"]
+    if values["quantization"] is not None:
+        raw["quantization_config"] = write_quantization(values["quantization"])
     return dict(sorted(raw.items()))
 
 
