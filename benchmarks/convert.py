@@ -30,7 +30,7 @@ from rich.table import Table
 from glm52_jax.checkpoint.safetensors_file import DTYPES, file_layout, tensor_bytes
 from glm52_jax.checkpoint.workers import anonymous_bytes
 from glm52_jax.config import BUILT_IN, ModelConfig, QuantizationConfig
-from glm52_jax.spec import Tensor, published_tensors
+from glm52_jax.params.spec import Tensor, published_tensors
 
 LARGEST_MEMORY = 3e9
 SHARDS = 5

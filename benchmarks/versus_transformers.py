@@ -31,7 +31,7 @@ from glm52_jax.checkpoint.load import load_params
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.config import ModelConfig
 from glm52_jax.inspect.account import account
-from glm52_jax.params import init_params
+from glm52_jax.params.init import init_params
 from infer.steps import StepProvider
 
 PROMPT, DECODE_STEPS = 1024, 8

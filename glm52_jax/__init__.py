@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from glm52_jax.config import load_config as load_config
     from glm52_jax.model import forward as forward
     from glm52_jax.model import trace as trace
-    from glm52_jax.params import init_params as init_params
+    from glm52_jax.params.init import init_params as init_params
     from sharding.errors import InputError as InputError
 
 _PUBLIC = {
@@ -22,7 +22,7 @@ _PUBLIC = {
     "ModelConfig": "glm52_jax.config",
     "forward": "glm52_jax.model",
     "generate": "infer.generation",
-    "init_params": "glm52_jax.params",
+    "init_params": "glm52_jax.params.init",
     "load_config": "glm52_jax.config",
     "load_params": "glm52_jax.checkpoint.load",
     "plan": "infer.plan.plan",

@@ -14,14 +14,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from glm52_jax.axis_rules import asking
-from glm52_jax.cache import Cache, Places, context_rows
+from glm52_jax.cache.page_sharding import Places
+from glm52_jax.cache.paged_cache import Cache
+from glm52_jax.cache.pages import context_rows
 from glm52_jax.config import ModelConfig
 from glm52_jax.kernels.cache_write.new_rows import LatentMaking
+from glm52_jax.kernels.lib.layers import Rotary, rms_norm
+from glm52_jax.kernels.lib.products import einsum
+from glm52_jax.kernels.lib.selection import Selection
+from glm52_jax.kernels.linear import linear
 from glm52_jax.kernels.masked_attention.api import masked_attention
 from glm52_jax.kernels.sparse_mla.api import sparse_mla
-from glm52_jax.primitives import Rotary, einsum, linear, rms_norm
-from glm52_jax.selection import Selection
+from glm52_jax.params.axis_rules import asking
 from sharding.collectives import all_gather, own_part, pmax, psum, psum_scatter
 from sharding.layout import SINGLE, Layout
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from glm52_jax.axis_rules import different_and_alike
+from glm52_jax.params.axis_rules import different_and_alike
 from sharding.collectives import all_gather, all_to_all, psum, psum_scatter
 from sharding.layout import Layout
 

@@ -17,13 +17,14 @@ import numpy as np
 
 from glm52_jax import mtp
 from glm52_jax.block import Forms, LayerPlace, block
-from glm52_jax.cache import Cache, Places
+from glm52_jax.cache.cache_format import PLAIN_CACHE, CacheFormat
+from glm52_jax.cache.page_sharding import Places
+from glm52_jax.cache.paged_cache import Cache
 from glm52_jax.config import SPARSE, ModelConfig
 from glm52_jax.inputs.values import token_batch
 from glm52_jax.kernels import Target
-from glm52_jax.primitives import Rotary, rms_norm
-from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
-from glm52_jax.selection import Selection
+from glm52_jax.kernels.lib.layers import Rotary, rms_norm
+from glm52_jax.kernels.lib.selection import Selection
 from sharding.errors import InputError
 from sharding.jax_settings import under_own_settings
 from sharding.layout import SINGLE, Layout

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from glm52_jax.axis_rules import different_and_alike
 from glm52_jax.config import ModelConfig
+from glm52_jax.params.axis_rules import different_and_alike
 from sharding.errors import InputError
 from sharding.exchange import Group
 from sharding.layout import DATA, Layout

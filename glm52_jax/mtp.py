@@ -17,11 +17,13 @@ import jax
 import jax.numpy as jnp
 
 from glm52_jax.block import Forms, LayerPlace, block
-from glm52_jax.cache import Cache, Places
+from glm52_jax.cache.page_sharding import Places
+from glm52_jax.cache.paged_cache import Cache
 from glm52_jax.config import ModelConfig
 from glm52_jax.divided import joined, summed
-from glm52_jax.primitives import Rotary, linear, rms_norm
-from glm52_jax.selection import Selection
+from glm52_jax.kernels.lib.layers import Rotary, rms_norm
+from glm52_jax.kernels.lib.selection import Selection
+from glm52_jax.kernels.linear import linear
 from sharding.collectives import after, index
 from sharding.layout import SINGLE, Layout
 

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from glm52_jax.params import leaf_of
-from glm52_jax.quant import BlockQuantized
+from glm52_jax.params.init import leaf_of
+from glm52_jax.params.quantization import BlockQuantized
 from sharding.errors import InputError
 
 NOWHERE = jnp.iinfo(jnp.int32).max

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from glm52_jax.cache.cache_format import PLAIN_CACHE, CacheFormat
 from glm52_jax.config import ModelConfig
 from glm52_jax.inputs.values import seed_number, token_row, whole_number
 from glm52_jax.kernels import resolve_backend
-from glm52_jax.placement import param_specs
-from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
+from glm52_jax.params.sharding import param_specs
 from infer.finite import check_choosing, refuse_marked
 from infer.sampling import Sampling
 from infer.speculative import MAX_DRAFT_TOKENS

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from glm52_jax.inputs.sizes import short_size
-from glm52_jax.placement import param_specs
+from glm52_jax.params.sharding import param_specs
 from infer.plan.account import own_bytes
 from infer.selftest.machine import memory_limit
 from infer.steps import StepProvider

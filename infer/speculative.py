@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from glm52_jax import mtp
 from glm52_jax.block import Forms
-from glm52_jax.cache import Cache
+from glm52_jax.cache.paged_cache import Cache
 from glm52_jax.config import ModelConfig
 from infer.finite import finite, marked
 from infer.sampling import ACCEPT, DRAFT, SAMPLE, Sampling, draw, probabilities, uniform

@@ -22,14 +22,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from glm52_jax import mtp
-from glm52_jax.axis_rules import check_rules
 from glm52_jax.block import Forms
-from glm52_jax.cache import PAGE_SIZE, Cache
+from glm52_jax.cache.cache_format import PLAIN_CACHE, CacheFormat
+from glm52_jax.cache.page_sharding import cache_specs
+from glm52_jax.cache.paged_cache import PAGE_SIZE, Cache
 from glm52_jax.config import ModelConfig
 from glm52_jax.model import compute_dtype, extend, head
 from glm52_jax.moe_form import GATHER
-from glm52_jax.placement import batch_spec, cache_specs, param_specs
-from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
+from glm52_jax.params.axis_rules import check_rules
+from glm52_jax.params.sharding import batch_spec, param_specs
 from infer.finite import NOWHERE, finite, marked
 from infer.sampling import Sampling, next_token
 from infer.speculative import MAX_DRAFT_TOKENS, Window, accept, draft

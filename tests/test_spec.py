@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from glm52_jax.config import BUILT_IN, ModelConfig
-from glm52_jax.spec import Param, Stack, Tensor, parameters, published_tensors, stack_layers
+from glm52_jax.params.spec import Param, Stack, Tensor, parameters, published_tensors, stack_layers
 
 GLM52, FP8 = BUILT_IN["glm-5.2"], BUILT_IN["glm-5.2-fp8"]
 MTP_LAYER = 78

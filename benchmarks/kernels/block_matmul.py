@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from benchmarks.kernels.case import OURS, Built, Case
 from glm52_jax.kernels.block_matmul.api import block_matmul
-from glm52_jax.quant import FLOAT8, BlockQuantized
+from glm52_jax.params.quantization import FLOAT8, BlockQuantized
 
 LAYERS = 3
 _BLOCK = 128

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels.case import OURS, Built, Case
+from glm52_jax.cache.row_formats import LaneRows, PlainRows, RowFormat, stack_of
 from glm52_jax.kernels.cache_write.api import write_rows
 from glm52_jax.kernels.cache_write.new_rows import KeyMaking, LatentMaking
-from glm52_jax.primitives import Rotary
-from glm52_jax.row_formats import LaneRows, PlainRows, RowFormat, stack_of
+from glm52_jax.kernels.lib.layers import Rotary
 
 BF16 = jnp.dtype(jnp.bfloat16)
 LATENT: dict[str, RowFormat] = {"bf16": PlainRows(576, BF16, 128), "fp8": LaneRows(512, 64, BF16, lanes=128)}

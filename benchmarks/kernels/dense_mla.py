@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels.case import OURS, Built, Case
+from glm52_jax.cache.row_formats import LaneRows, PlainRows, RowFormat, TensorRows, stack_of
 from glm52_jax.kernels import Target
+from glm52_jax.kernels.lib.selection import Selection
 from glm52_jax.kernels.sparse_mla.reference import sparse_mla_reference
-from glm52_jax.row_formats import LaneRows, PlainRows, RowFormat, TensorRows, stack_of
-from glm52_jax.selection import Selection
 
 HEADS, WIDTH, RANK, PAGE, LAYERS = 64, 576, 512, 64, 4
 SCALE = 256**-0.5

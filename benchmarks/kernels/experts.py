@@ -15,7 +15,7 @@ from benchmarks.kernels.case import OURS, Built, Case
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.experts import blocks
 from glm52_jax.kernels.experts.api import routed_experts
-from glm52_jax.quant import FLOAT8, BlockQuantized
+from glm52_jax.params.quantization import FLOAT8, BlockQuantized
 from sharding.compiler import chips
 
 EMBED, WIDTH, K, ROUTED, LAYERS = 6144, 2048, 8, 256, 3

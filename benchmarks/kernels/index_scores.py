@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels.case import OURS, Built, Case
+from glm52_jax.cache.row_formats import LaneRows, PlainRows, RowFormat, stack_of
 from glm52_jax.kernels.index_scores.api import index_scores
-from glm52_jax.row_formats import LaneRows, PlainRows, RowFormat, stack_of
 
 HEADS, DIM, PAGE, INDEXERS = 32, 128, 64, 2
 BF16 = jnp.dtype(jnp.bfloat16)

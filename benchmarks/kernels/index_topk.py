@@ -11,10 +11,10 @@ import numpy as np
 
 from benchmarks.kernels.case import OURS, Built, Case
 from benchmarks.kernels.topk import LENGTHS, K, scalars
+from glm52_jax.cache.row_formats import LaneRows, PlainRows, RowFormat, stack_of
 from glm52_jax.kernels.index_topk.api import index_topk
 from glm52_jax.kernels.index_topk.blocks import cost
 from glm52_jax.kernels.index_topk.reference import index_topk_separate
-from glm52_jax.row_formats import LaneRows, PlainRows, RowFormat, stack_of
 
 HEADS, DIM, PAGE, INDEXERS = 32, 128, 64, 21
 _MOST_BYTES = 8 << 30

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.kernels.case import OURS, Built, Case
-from glm52_jax.kernels.router.api import Rule, choose_experts
+from glm52_jax.kernels.router.api import choose_experts
+from glm52_jax.kernels.router.rule import Rule
 
 EXPERTS, RULE = 256, Rule(8, scale=2.5)
 

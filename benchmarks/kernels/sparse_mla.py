@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels.case import OURS, Built, Case
+from glm52_jax.cache.row_formats import LaneRows, PlainRows, RowFormat, TensorRows, stack_of
 from glm52_jax.kernels import Target
-from glm52_jax.row_formats import LaneRows, PlainRows, RowFormat, TensorRows, stack_of
-from glm52_jax.selection import Selection
+from glm52_jax.kernels.lib.selection import Selection
 
 HEADS, WIDTH, RANK, SELECTED, PAGE = 64, 576, 512, 2048, 64
 BF16 = jnp.dtype(jnp.bfloat16)

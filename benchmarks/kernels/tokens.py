@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from benchmarks.kernels.case import OURS, Built, Case
 from glm52_jax.kernels.block_matmul.api import block_matmul
 from glm52_jax.kernels.experts.api import routed_experts
-from glm52_jax.kernels.router.api import Rule, choose_experts
-from glm52_jax.quant import FLOAT8, BlockQuantized
+from glm52_jax.kernels.router.api import choose_experts
+from glm52_jax.kernels.router.rule import Rule
+from glm52_jax.params.quantization import FLOAT8, BlockQuantized
 from sharding.compiler.chips import CHIPS
 
 EMBED, ROUTED, HERE, K, WIDTH, OUT = 6144, 256, 4, 8, 512, 576

@@ -21,7 +21,7 @@ from glm52_jax.config import ModelConfig
 from glm52_jax.io.files import dead_link, is_there
 from glm52_jax.io.json_fields import read_json
 from glm52_jax.io.unfinished import MANIFEST, not_finished
-from glm52_jax.spec import Tensor
+from glm52_jax.params.spec import Tensor
 from sharding.errors import InputError
 
 

@@ -19,7 +19,8 @@ import numpy as np
 from glm52_jax import indexer, mtp
 from glm52_jax.attention import attend, project
 from glm52_jax.block import Forms, LayerPlace, block
-from glm52_jax.cache import Cache, Places
+from glm52_jax.cache.page_sharding import Places
+from glm52_jax.cache.paged_cache import Cache
 from glm52_jax.checkpoint.leaf_arrays import make_array
 from glm52_jax.checkpoint.leaf_slices import LeafForm
 from glm52_jax.checkpoint.leaf_values import Part, ValueReader, scales, weight
@@ -29,11 +30,13 @@ from glm52_jax.checkpoint.sources import Checkpoint
 from glm52_jax.config import DENSE, FULL, ModelConfig
 from glm52_jax.kernels import resolve_backend
 from glm52_jax.kernels.index_scores.api import index_scores
+from glm52_jax.kernels.lib.layers import Rotary, rms_norm
+from glm52_jax.kernels.lib.selection import Selection
+from glm52_jax.kernels.lib.stacks import take
+from glm52_jax.kernels.linear import linear, swiglu
 from glm52_jax.moe import moe, route
-from glm52_jax.primitives import Rotary, linear, rms_norm, swiglu, take
-from glm52_jax.quant import BlockQuantized
-from glm52_jax.selection import Selection
-from glm52_jax.spec import Param, Stack, parameters
+from glm52_jax.params.quantization import BlockQuantized
+from glm52_jax.params.spec import Param, Stack, parameters
 from sharding.layout import SINGLE
 
 _CODES = tuple(DTYPES[name] for name in CODES)

@@ -22,7 +22,7 @@ from glm52_jax.checkpoint.leaf_slices import Box, LeafForm, Range, Read, reads
 from glm52_jax.checkpoint.published import Stored
 from glm52_jax.checkpoint.safetensors_file import DTYPES, Entry
 from glm52_jax.checkpoint.value_checks import Counts, cast, not_finite, refuse_scales
-from glm52_jax.quant import dequantize_blocks
+from glm52_jax.params.quantization import dequantize_blocks
 
 SLICE_BYTES = 512 * 2**10
 """What is read at a time, or a head's rows where they are more: it stays in a processor's cache while it changes."""

@@ -16,9 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from glm52_jax.axis_rules import check_rules
 from glm52_jax.checkpoint.leaf_arrays import make_array
-from glm52_jax.checkpoint.leaf_shardings import check_fits, of_codes
 from glm52_jax.checkpoint.leaf_slices import LeafForm
 from glm52_jax.checkpoint.leaf_values import ValueReader, scales, weight
 from glm52_jax.checkpoint.published import Contents, PublishedCheckpoint, Stored
@@ -26,10 +24,12 @@ from glm52_jax.checkpoint.safetensors_file import DTYPES
 from glm52_jax.checkpoint.sources import open_checkpoint
 from glm52_jax.checkpoint.value_checks import sentences
 from glm52_jax.config import ModelConfig
-from glm52_jax.params import build
-from glm52_jax.placement import param_shardings
-from glm52_jax.quant import BlockQuantized
-from glm52_jax.spec import Param
+from glm52_jax.params.axis_rules import check_rules
+from glm52_jax.params.init import build
+from glm52_jax.params.quantization import BlockQuantized
+from glm52_jax.params.sharding import param_shardings
+from glm52_jax.params.sharding_checks import check_fits, of_codes
+from glm52_jax.params.spec import Param
 from sharding.errors import InputError
 from sharding.jax_settings import under_own_settings
 from sharding.layout import Layout

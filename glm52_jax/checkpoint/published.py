@@ -19,7 +19,7 @@ from glm52_jax.checkpoint.safetensors_file import Entry, SafetensorsFile
 from glm52_jax.config import SHARED, ModelConfig
 from glm52_jax.io.files import dead_link
 from glm52_jax.io.json_fields import read_json, shown
-from glm52_jax.spec import SCALE_SUFFIX, Tensor, config_notes, parameters
+from glm52_jax.params.spec import SCALE_SUFFIX, Tensor, config_notes, parameters
 from sharding.errors import InputError
 
 INDEX_FILE = "model.safetensors.index.json"

@@ -175,7 +175,7 @@ def _quantization(settings: Settings) -> QuantizationConfig | None:
 
 def _quantized_names(config: ModelConfig, made: QuantizationConfig) -> frozenset[str]:
     """What the parameter table stores in codes: of a source in codes, what is so there."""
-    from glm52_jax.spec import published_tensors
+    from glm52_jax.params.spec import published_tensors
 
     policy = dataclasses.replace(config, quantization=config.quantization or made)
     return frozenset(tensor.name for _, tensor in published_tensors(policy) if tensor.quantized)

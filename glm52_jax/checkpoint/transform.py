@@ -17,7 +17,7 @@ import numpy as np
 from glm52_jax.checkpoint.published import CODES, Contents, Stored
 from glm52_jax.checkpoint.safetensors_file import DTYPES, Entry, tensor_bytes
 from glm52_jax.checkpoint.value_checks import Counts, cast, not_finite, refuse_scales
-from glm52_jax.spec import Tensor
+from glm52_jax.params.spec import Tensor
 from sharding.errors import InputError
 
 COPY_BYTES = 256 * 2**10
@@ -181,7 +181,7 @@ def _copied(source: Source, piece: Piece, tally: Tally) -> Iterator[tuple[int, m
 def _quantized(
     source: Source, piece: Piece, read_scales: np.ndarray | None, tally: Tally
 ) -> Iterator[tuple[int, memoryview]]:
-    from glm52_jax.quant import quantize_blocks  # imports JAX, which copies do without
+    from glm52_jax.params.quantization import quantize_blocks  # imports JAX, which copies do without
 
     assert piece.made_block is not None
     multiple = math.lcm(piece.made_block[0], piece.read_block[0] if piece.read_block else 1)
@@ -205,7 +205,7 @@ def _plain_rows(source: Source, piece: Piece, multiple: int, scales: np.ndarray 
     if scales is None:
         yield from (rows.astype(np.float32) for rows in _rows(source, piece, multiple))
         return
-    from glm52_jax.quant import dequantize_blocks
+    from glm52_jax.params.quantization import dequantize_blocks
 
     assert piece.read_block is not None
     done = 0

@@ -18,8 +18,8 @@ from glm52_jax.checkpoint.safetensors_file import DTYPES, tensor_bytes, write_sa
 from glm52_jax.checkpoint.value_checks import cast, refuse_scales
 from glm52_jax.config import ModelConfig
 from glm52_jax.io.files import is_there, reading, whole_file, writing
-from glm52_jax.quant import BlockQuantized, dequantize_blocks, quantize_blocks
-from glm52_jax.spec import Param, Stack, Tensor, parameters
+from glm52_jax.params.quantization import BlockQuantized, dequantize_blocks, quantize_blocks
+from glm52_jax.params.spec import Param, Stack, Tensor, parameters
 from sharding.errors import InputError
 from sharding.jax_settings import under_own_settings
 

@@ -51,7 +51,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from glm52_jax.config import DENSE, FULL, SPARSE, ModelConfig
-from glm52_jax.spec import Param, Stack, Tensor, parameters, published_tensors, stack_layers
+from glm52_jax.params.spec import Param, Stack, Tensor, parameters, published_tensors, stack_layers
 
 CONTEXTS = (32 * 1024, 128 * 1024, 1024 * 1024)
 EMBEDDING = "embed"  # path of the one matrix that is looked up, not multiplied with

@@ -14,7 +14,7 @@ from glm52_jax.inputs.lengths import LENGTH
 from glm52_jax.inspect.account import CONTEXTS, account
 from glm52_jax.inspect.operators import operators
 from glm52_jax.io.files import is_there
-from glm52_jax.spec import config_notes
+from glm52_jax.params.spec import config_notes
 from sharding.errors import InputError
 
 DEFAULT_CONTEXT, DEFAULT_CHUNK = 128 * 1024, 2048

@@ -46,7 +46,7 @@ from glm52_jax.inspect.account import (
     latent_row_bytes,
     weight_flops,
 )
-from glm52_jax.spec import Param, Stack, Tensor, parameters
+from glm52_jax.params.spec import Param, Stack, Tensor, parameters
 from sharding.errors import InputError
 
 BATCHES = (1, 16, 256)

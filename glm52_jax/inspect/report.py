@@ -20,7 +20,7 @@ from glm52_jax.config import ModelConfig
 from glm52_jax.inputs.lengths import short_length
 from glm52_jax.inspect.account import Account, CacheRows, index_key_bytes, latent_row_bytes
 from glm52_jax.io.terminal import screen
-from glm52_jax.spec import config_notes
+from glm52_jax.params.spec import config_notes
 
 _FORMATS = {"bf16": "BF16", "fp8_groups": "FP8 groups", "fp8_tensor": "FP8 tensor", "fp8": "FP8"}
 _WHY = (

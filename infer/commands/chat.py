@@ -11,9 +11,9 @@ from typing import Any
 import click
 from rich.text import Text
 
+from glm52_jax.cache.cache_format import CACHE_FORMATS
 from glm52_jax.inputs.values import MAX_SEED
 from glm52_jax.io.streams import read_line
-from glm52_jax.row_formats import CACHE_FORMATS
 from glm52_jax.text import REASONING_EFFORTS, ChatFormat
 from infer.commands.on_hosts import on_hosts
 from infer.commands.session import (

@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
+from glm52_jax.cache.cache_format import CACHE_FORMATS
 from glm52_jax.io.files import check_folder
 from glm52_jax.io.streams import read_all
-from glm52_jax.row_formats import CACHE_FORMATS
 from infer.commands.on_hosts import on_hosts
 from infer.commands.session import (
     Session,

@@ -17,8 +17,8 @@ import jax
 
 from glm52_jax.config import ModelConfig
 from glm52_jax.io.streams import writer
-from glm52_jax.params import abstract_params
-from glm52_jax.placement import param_specs
+from glm52_jax.params.init import abstract_params
+from glm52_jax.params.sharding import param_specs
 from sharding.errors import InputError
 from sharding.hosts.process_group import SILENCE_SECONDS, START_SECONDS, Hosts, join
 from sharding.jax_settings import own_settings, start_devices

@@ -11,14 +11,14 @@ from typing import Any
 import click
 from rich.console import Console
 
+from glm52_jax.cache.cache_format import CACHE_FORMATS
 from glm52_jax.checkpoint.load import load_with_report
 from glm52_jax.checkpoint.sources import open_checkpoint
 from glm52_jax.config import ModelConfig, load_config
 from glm52_jax.inputs.values import SEED
 from glm52_jax.io.files import is_there
 from glm52_jax.io.terminal import progress_bar, screen
-from glm52_jax.params import abstract_params
-from glm52_jax.row_formats import CACHE_FORMATS
+from glm52_jax.params.init import abstract_params
 from glm52_jax.text import StopStrings, Tokenizer, check_stops
 from infer.commands.on_hosts import choose_layout, fingerprint
 from infer.generation import STOP, Figures, Generation

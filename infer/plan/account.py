@@ -10,11 +10,11 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from glm52_jax.cache.row_formats import parts_of
 from glm52_jax.config import ModelConfig
-from glm52_jax.params import abstract_params, leaf_of
-from glm52_jax.placement import param_spec, param_specs
-from glm52_jax.row_formats import parts_of
-from glm52_jax.spec import parameters
+from glm52_jax.params.init import abstract_params, leaf_of
+from glm52_jax.params.sharding import param_spec, param_specs
+from glm52_jax.params.spec import parameters
 from infer.steps import State
 from sharding.layout import Layout
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from glm52_jax.config import FULL, SPARSE, ModelConfig
-from glm52_jax.params import abstract_params
+from glm52_jax.params.init import abstract_params
 from infer.plan.account import Account
 from infer.plan.floors import Floor, collectives, floors
 from infer.plan.request import Request, accounted, described, request

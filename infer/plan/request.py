@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 
+from glm52_jax.cache.cache_format import CACHE_FORMATS, CacheFormat
 from glm52_jax.config import FULL, ModelConfig
 from glm52_jax.inputs.values import number, whole_number
 from glm52_jax.kernels import resolve_backend
-from glm52_jax.params import abstract_params
-from glm52_jax.row_formats import CACHE_FORMATS, CacheFormat
+from glm52_jax.params.init import abstract_params
 from infer.plan.account import Account, account, parameter_bytes
 from infer.speculative import MAX_DRAFT_TOKENS
 from infer.steps import StepProvider

@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from glm52_jax.cache.cache_format import CACHE_FORMATS
+from glm52_jax.cache.row_formats import PackedRows, RowStack, encode, parts_of
 from glm52_jax.config import BUILT_IN, FULL, SPARSE
-from glm52_jax.kernels.router.api import Rule
-from glm52_jax.quant import BlockQuantized, quantize_blocks
-from glm52_jax.row_formats import CACHE_FORMATS, PackedRows, RowStack, encode, parts_of
-from glm52_jax.selection import Selection
+from glm52_jax.kernels.lib.selection import Selection
+from glm52_jax.kernels.router.rule import Rule
+from glm52_jax.params.quantization import BlockQuantized, quantize_blocks
 from infer.selftest.kernels import Case
 from infer.steps import StepProvider
 

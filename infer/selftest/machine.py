@@ -8,9 +8,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from glm52_jax.axis_rules import check_rules
 from glm52_jax.config import BUILT_IN
 from glm52_jax.kernels import resolve_backend
+from glm52_jax.params.axis_rules import check_rules
 from sharding.compiler import chips
 from sharding.compiler.topology import Topology
 from sharding.layout import Layout

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from glm52_jax.cache.row_formats import parts_of
 from glm52_jax.config import BUILT_IN, DENSE, FULL, SHARED, SPARSE, ModelConfig
-from glm52_jax.params import abstract_params, build, leaf_of
-from glm52_jax.row_formats import parts_of
-from glm52_jax.spec import Param
+from glm52_jax.params.init import abstract_params, build, leaf_of
+from glm52_jax.params.spec import Param
 from infer.plan.account import Account, account
 from infer.selftest.checks import Check, Found, Once, Skip, Wrong
 from infer.selftest.machine import Machine, memory_limit

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from glm52_jax.cache.cache_format import CACHE_FORMATS
 from glm52_jax.config import BUILT_IN, ModelConfig, QuantizationConfig
-from glm52_jax.params import abstract_params, build, init_params, leaf_of
-from glm52_jax.placement import named, param_specs
-from glm52_jax.quant import BlockQuantized, quantize_blocks
-from glm52_jax.row_formats import CACHE_FORMATS
-from glm52_jax.spec import Param
+from glm52_jax.params.init import abstract_params, build, init_params, leaf_of
+from glm52_jax.params.quantization import BlockQuantized, quantize_blocks
+from glm52_jax.params.sharding import named, param_specs
+from glm52_jax.params.spec import Param
 from infer.generation import generate
 from infer.selftest.checks import Check, Found, Once, Wrong
 from infer.selftest.machine import Machine

@@ -12,8 +12,8 @@ import numpy as np
 from glm52_jax.checkpoint.published import INDEX_FILE, SINGLE_FILE
 from glm52_jax.checkpoint.safetensors_file import SafetensorsFile, write_safetensors
 from glm52_jax.config import BUILT_IN, ModelConfig, QuantizationConfig
-from glm52_jax.params import build
-from glm52_jax.spec import Param
+from glm52_jax.params.init import build
+from glm52_jax.params.spec import Param
 
 LAYERS, EXPERTS, MTP_LAYER = 5, 8, 5
 FP8 = QuantizationConfig((32, 32))  # 48 rows of q_a and kv_a are one block and a half

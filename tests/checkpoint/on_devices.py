@@ -33,7 +33,7 @@ from glm52_jax.checkpoint.published import PublishedCheckpoint
 from glm52_jax.checkpoint.sources import PublishedFiles, open_checkpoint
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.config import ModelConfig, QuantizationConfig, load_config
-from glm52_jax.spec import Param, Stack
+from glm52_jax.params.spec import Param, Stack
 from sharding.errors import InputError
 from tests.checkpoint.builders import EXPERTS, FP8, flat, random_params, small_config
 from tests.checkpoint.conversions import contents, run_convert

@@ -17,7 +17,7 @@ from glm52_jax.checkpoint.sources import open_checkpoint
 from glm52_jax.checkpoint.verify import verify
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.config import ModelConfig, QuantizationConfig
-from glm52_jax.quant import BlockQuantized, dequantize_blocks, quantize_blocks
+from glm52_jax.params.quantization import BlockQuantized, dequantize_blocks, quantize_blocks
 from sharding.errors import InputError
 from tests.checkpoint.builders import Folder
 from tests.checkpoint.conversions import run_convert, run_export

@@ -18,7 +18,7 @@ from glm52_jax.checkpoint.sources import open_checkpoint
 from glm52_jax.checkpoint.verify import verify
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.config import ModelConfig
-from glm52_jax.quant import BlockQuantized, dequantize_blocks
+from glm52_jax.params.quantization import BlockQuantized, dequantize_blocks
 from sharding.errors import InputError
 from tests.checkpoint.builders import EXPERTS, FP8, LAYERS, MTP_LAYER, Folder, flat, random_params, small_config
 from tests.trees import assert_same

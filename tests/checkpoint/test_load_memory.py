@@ -12,7 +12,7 @@ import pytest
 from glm52_jax.checkpoint.published import SINGLE_FILE
 from glm52_jax.checkpoint.safetensors_file import DTYPES, file_layout, tensor_bytes
 from glm52_jax.config import BUILT_IN, ModelConfig, QuantizationConfig
-from glm52_jax.spec import published_tensors
+from glm52_jax.params.spec import published_tensors
 
 ROOT = Path(__file__).parents[2]
 

@@ -20,7 +20,7 @@ from glm52_jax.checkpoint.value_checks import Counts, cast, not_finite
 from glm52_jax.checkpoint.verify import verify
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.config import ModelConfig
-from glm52_jax.quant import BlockQuantized
+from glm52_jax.params.quantization import BlockQuantized
 from sharding.errors import InputError
 from tests.checkpoint.builders import Folder
 from tests.checkpoint.conversions import contents, run_convert, run_export, tensors

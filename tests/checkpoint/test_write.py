@@ -20,7 +20,7 @@ from glm52_jax.checkpoint.published import INDEX_FILE, SINGLE_FILE
 from glm52_jax.checkpoint.safetensors_file import DTYPES, SafetensorsFile
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.config import ModelConfig, QuantizationConfig
-from glm52_jax.quant import BlockQuantized, dequantize_blocks
+from glm52_jax.params.quantization import BlockQuantized, dequantize_blocks
 from sharding.errors import InputError
 from tests import needs
 from tests.checkpoint.builders import EXPERTS, FP8, MTP_LAYER, Folder, flat, random_params, small_config

@@ -12,7 +12,7 @@ import pytest
 
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.config import BUILT_IN, ModelConfig
-from glm52_jax.params import init_params
+from glm52_jax.params.init import init_params
 from glm52_jax.text import write_byte_tokenizer
 from infer import steps
 from infer.steps import StepProvider

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from glm52_jax.cache.cache_format import CACHE_FORMATS
 from glm52_jax.config import ModelConfig
-from glm52_jax.params import leaf_of
-from glm52_jax.row_formats import CACHE_FORMATS
+from glm52_jax.params.init import leaf_of
 from infer.generation import Generation, generate
 from infer.sampling import Sampling
 from infer.speculative import accept

@@ -10,7 +10,8 @@ import pytest
 
 from glm52_jax import forward, mtp
 from glm52_jax.block import Forms
-from glm52_jax.cache import Cache, gather_rows
+from glm52_jax.cache.paged_cache import Cache
+from glm52_jax.cache.pages import gather_rows
 from glm52_jax.config import ModelConfig
 from glm52_jax.model import extend
 from infer.generation import LENGTH, STOP, Generation, generate

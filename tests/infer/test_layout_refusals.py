@@ -12,9 +12,9 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm52_jax.axis_rules import DIVISIONS, check_rules
 from glm52_jax.checkpoint.load import load_params
 from glm52_jax.cli import glm52
+from glm52_jax.params.axis_rules import DIVISIONS, check_rules
 from infer.commands.on_hosts import choose_layout
 from infer.generation import Generation
 from infer.plan.plan import request
@@ -133,8 +133,8 @@ def test_plan_loading_and_generation_say_the_same(checkpoint: Path, params: dict
 
 def choose_layout_of(layout: Layout) -> None:
     """What `choose_layout` asks, of a layout that is not from a file."""
-    from glm52_jax.params import abstract_params
-    from glm52_jax.placement import param_specs
+    from glm52_jax.params.init import abstract_params
+    from glm52_jax.params.sharding import param_specs
 
     param_specs(abstract_params(CONFIG), CONFIG, layout)
 

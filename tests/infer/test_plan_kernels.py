@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from glm52_jax.cache import PAGE_SIZE
+from glm52_jax.cache.paged_cache import PAGE_SIZE
 from glm52_jax.config import DENSE, FULL, SHARED, SPARSE, ModelConfig, load_config
 from infer.plan.plan import Plan, compile_plan
 from infer.plan.request import request

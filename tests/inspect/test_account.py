@@ -16,7 +16,7 @@ from glm52_jax.inspect.account import (
     parameter_counts,
     published,
 )
-from glm52_jax.spec import published_tensors
+from glm52_jax.params.spec import published_tensors
 
 GLM52, FP8, TINY = BUILT_IN["glm-5.2"], BUILT_IN["glm-5.2-fp8"], BUILT_IN["glm-5.2-tiny"]
 FULL_LAYERS = (0, 1, 2, 6, 10, 14, 18, 22, 26, 30, 34, 38, 42, 46, 50, 54, 58, 62, 66, 70, 74)

@@ -17,7 +17,7 @@ from glm52_jax.inputs.lengths import parse_length, short_length
 from glm52_jax.inspect import report
 from glm52_jax.inspect.account import account
 from glm52_jax.inspect.command import inspect
-from glm52_jax.spec import published_tensors
+from glm52_jax.params.spec import published_tensors
 from sharding.errors import InputError
 
 TINY = BUILT_IN["glm-5.2-tiny"]
@@ -127,7 +127,7 @@ def test_a_folder_with_all_tensors(folder):
 
 def test_a_folder_as_the_writer_makes_it(tmp_path):
     from glm52_jax.checkpoint.write import write_checkpoint
-    from glm52_jax.params import build
+    from glm52_jax.params.init import build
 
     params = build(TINY, lambda p: None if p.optional else np.zeros(p.stacked_shape(TINY), np.float32))
     write_checkpoint(tmp_path / "tiny", TINY, params, shard_bytes=500_000)

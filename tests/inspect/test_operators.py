@@ -22,7 +22,7 @@ from glm52_jax.inspect.operators import (
     step_cost,
     typical_layer,
 )
-from glm52_jax.spec import Stack, parameters
+from glm52_jax.params.spec import Stack, parameters
 from sharding.errors import InputError
 
 GLM52, FP8, TINY = BUILT_IN["glm-5.2"], BUILT_IN["glm-5.2-fp8"], BUILT_IN["glm-5.2-tiny"]

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from glm52_jax.kernels import PORTABLE
+from glm52_jax.kernels.lib.selection import Selection
 from glm52_jax.kernels.masked_attention.api import masked_attention
 from glm52_jax.kernels.sparse_mla.api import sparse_mla
-from glm52_jax.selection import Selection
 
 RANK, WIDTH, HEADS, PAGE = 6, 10, 3, 4
 SCALE = 0.3

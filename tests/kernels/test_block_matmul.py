@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from glm52_jax.kernels.block_matmul import blocks
 from glm52_jax.kernels.block_matmul.api import block_matmul
-from glm52_jax.quant import FLOAT8, BlockQuantized, dequantize_blocks, quantize_blocks
+from glm52_jax.params.quantization import FLOAT8, BlockQuantized, dequantize_blocks, quantize_blocks
 from tests.kernels.compiling import compiled
 
 LAYERS = 2

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 import pytest
 
-from glm52_jax.cache import PAGE_SIZE
+from glm52_jax.cache.paged_cache import PAGE_SIZE
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.cache_write import blocks as cache_write
 from glm52_jax.kernels.experts import blocks as experts
 from glm52_jax.kernels.index_scores import blocks as index_scores
 from glm52_jax.kernels.index_topk import blocks as index_topk
+from glm52_jax.kernels.lib.pallas import LANES, SUBLANES
 from glm52_jax.kernels.masked_attention import blocks as masked_attention
-from glm52_jax.kernels.pallas import LANES, SUBLANES
 from glm52_jax.kernels.router import blocks as router
 from glm52_jax.kernels.sparse_mla import blocks as gathered
 from glm52_jax.kernels.sparse_mla import dense_blocks

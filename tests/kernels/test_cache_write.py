@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm52_jax.cache import context_rows, gather_rows, slots
+from glm52_jax.cache.pages import context_rows, gather_rows, slots
 from glm52_jax.kernels import PORTABLE
 from glm52_jax.kernels.cache_write.api import write_rows
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from glm52_jax.cache.row_formats import GroupRows, LaneRows, PlainRows, RowFormat, TensorRows, parts_of, stack_of
 from glm52_jax.kernels.cache_write.api import write_rows
 from glm52_jax.kernels.cache_write.blocks import choose, cost
 from glm52_jax.kernels.cache_write.new_rows import KeyMaking, LatentMaking, Making
-from glm52_jax.primitives import Rotary
-from glm52_jax.row_formats import GroupRows, LaneRows, PlainRows, RowFormat, TensorRows, parts_of, stack_of
+from glm52_jax.kernels.lib.layers import Rotary
 from sharding.compiler.chips import CHIPS
 from tests.kernels.compiling import compiled
 from tests.kernels.quickly import quickly

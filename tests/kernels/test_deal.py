@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm52_jax.cache import Deal
+from glm52_jax.cache.page_sharding import Deal
 
 POSITIONS = np.arange(-1, 48)
 

@@ -11,11 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm52_jax.kernels import Target
-from glm52_jax.kernels.sparse_mla import dense, dense_blocks
-from glm52_jax.kernels.sparse_mla.dense_blocks import DenseBlocks, choose, cost
-from glm52_jax.kernels.sparse_mla.reference import sparse_mla_reference
-from glm52_jax.row_formats import (
+from glm52_jax.cache.row_formats import (
     GroupRows,
     LaneRows,
     PackedRows,
@@ -26,7 +22,11 @@ from glm52_jax.row_formats import (
     parts_of,
     stack_of,
 )
-from glm52_jax.selection import Selection
+from glm52_jax.kernels import Target
+from glm52_jax.kernels.lib.selection import Selection
+from glm52_jax.kernels.sparse_mla import dense, dense_blocks
+from glm52_jax.kernels.sparse_mla.dense_blocks import DenseBlocks, choose, cost
+from glm52_jax.kernels.sparse_mla.reference import sparse_mla_reference
 from sharding.compiler.chips import CHIPS
 from tests.kernels.compiling import compiled
 from tests.kernels.quickly import quickly

@@ -11,8 +11,8 @@ from hypothesis.extra.numpy import arrays
 from glm52_jax.kernels import PORTABLE
 from glm52_jax.kernels.experts.api import routed_experts
 from glm52_jax.kernels.experts.cpu import sort_by_expert
-from glm52_jax.kernels.prefix import over_prefix
-from glm52_jax.quant import BlockQuantized, dequantize_blocks, quantize_blocks
+from glm52_jax.kernels.lib.prefix import over_prefix
+from glm52_jax.params.quantization import BlockQuantized, dequantize_blocks, quantize_blocks
 
 LAYERS, EXPERTS, EMBED, INNER, K = 2, 5, 6, 4, 2
 GENERATOR = np.random.default_rng(3)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from glm52_jax.kernels.experts import blocks
 from glm52_jax.kernels.experts.api import routed_experts
 from glm52_jax.kernels.experts.groups import groups_of, rows_of
-from glm52_jax.quant import FLOAT8, BlockQuantized, dequantize_blocks, quantize_blocks
+from glm52_jax.params.quantization import FLOAT8, BlockQuantized, dequantize_blocks, quantize_blocks
 from tests.kernels.compiling import compiled
 
 LAYERS, EXPERTS, K = 2, 5, 2

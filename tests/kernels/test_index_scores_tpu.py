@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from glm52_jax.cache.row_formats import GroupRows, LaneRows, PlainRows, RowFormat, encode, parts_of, stack_of
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.index_scores.api import index_scores
 from glm52_jax.kernels.index_scores.blocks import Blocks, choose, cost
 from glm52_jax.kernels.index_scores.score_block import query_rows, score_block, token_groups, weight_rows
 from glm52_jax.kernels.index_scores.tpu import index_scores as index_scores_tpu
-from glm52_jax.row_formats import GroupRows, LaneRows, PlainRows, RowFormat, encode, parts_of, stack_of
 from sharding.compiler.chips import CHIPS
 from tests.kernels.compiling import compiled
 from tests.kernels.quickly import quickly

@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from glm52_jax.cache.row_formats import GroupRows, LaneRows, PlainRows, RowFormat, encode, parts_of, stack_of
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.index_scores.api import index_scores
 from glm52_jax.kernels.index_topk import tpu
 from glm52_jax.kernels.index_topk.api import index_topk
 from glm52_jax.kernels.index_topk.blocks import Blocks, choose, cost, vmem_bytes
-from glm52_jax.kernels.pallas import vmem_limit
+from glm52_jax.kernels.lib.pallas import vmem_limit
 from glm52_jax.kernels.topk import blocks as selection
 from glm52_jax.kernels.topk.api import topk
-from glm52_jax.row_formats import GroupRows, LaneRows, PlainRows, RowFormat, encode, parts_of, stack_of
 from sharding.compiler.chips import CHIPS
 from tests.kernels.compiling import compiled
 from tests.kernels.quickly import quickly

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from glm52_jax.kernels import Target
-from glm52_jax.kernels.pallas import call
+from glm52_jax.kernels.lib.pallas import call
 from tests.kernels.racing import MODES, check
 
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm52_jax.kernels.router import blocks
-from glm52_jax.kernels.router.api import Rule, choose_experts
+from glm52_jax.kernels.router.api import choose_experts
+from glm52_jax.kernels.router.rule import Rule
 from tests.kernels.compiling import compiled
 
 

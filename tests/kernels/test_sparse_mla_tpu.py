@@ -9,13 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from glm52_jax.cache.row_formats import (
+    GroupRows,
+    LaneRows,
+    PlainRows,
+    RowFormat,
+    TensorRows,
+    encode,
+    parts_of,
+    stack_of,
+)
 from glm52_jax.kernels import Target
+from glm52_jax.kernels.lib.selection import Selection, plan_units, single_units
 from glm52_jax.kernels.sparse_mla import blocks, tpu
 from glm52_jax.kernels.sparse_mla.api import sparse_mla
 from glm52_jax.kernels.sparse_mla.blocks import FORMS, RowShape, choose_form, times
 from glm52_jax.kernels.sparse_mla.tpu import sparse_mla as sparse_mla_tpu
-from glm52_jax.row_formats import GroupRows, LaneRows, PlainRows, RowFormat, TensorRows, encode, parts_of, stack_of
-from glm52_jax.selection import Selection, plan_units, single_units
 from sharding.compiler.chips import CHIPS
 from tests.kernels.compiling import compiled
 from tests.kernels.quickly import quickly

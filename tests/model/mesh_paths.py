@@ -9,14 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from glm52_jax.axis_rules import asking
 from glm52_jax.block import Forms
-from glm52_jax.cache import Cache
+from glm52_jax.cache.cache_format import PLAIN_CACHE, CacheFormat
+from glm52_jax.cache.page_sharding import cache_specs
+from glm52_jax.cache.paged_cache import Cache
 from glm52_jax.config import ModelConfig
+from glm52_jax.kernels.lib.selection import Selection
 from glm52_jax.model import LayerTrace
-from glm52_jax.placement import batch_spec, cache_specs, named, param_specs
-from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
-from glm52_jax.selection import Selection
+from glm52_jax.params.axis_rules import asking
+from glm52_jax.params.sharding import batch_spec, named, param_specs
 from sharding import collectives
 from sharding.layout import Layout
 from tests.model.cases import Case

@@ -27,7 +27,7 @@ from glm52_jax import moe_dispatch
 from glm52_jax.kernels.experts.api import routed_experts
 from glm52_jax.moe_dispatch import dispatch_experts, expert_loads
 from glm52_jax.moe_form import GATHER, DispatchForm
-from glm52_jax.quant import FLOAT8, BlockQuantized, quantize_blocks
+from glm52_jax.params.quantization import FLOAT8, BlockQuantized, quantize_blocks
 from sharding.layout import Layout
 from sharding.partition import partition
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from glm52_jax import model, mtp
 from glm52_jax.block import Forms
-from glm52_jax.cache import Cache
+from glm52_jax.cache.cache_format import PLAIN_CACHE, CacheFormat
+from glm52_jax.cache.paged_cache import Cache
 from glm52_jax.config import ModelConfig
-from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
 from sharding.collectives import after
 from sharding.layout import SINGLE, Layout
 from tests.model.cases import Case, Run, sparse_layers

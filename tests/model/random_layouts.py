@@ -26,10 +26,10 @@ import jax
 import numpy as np
 
 from glm52_jax.block import Forms
+from glm52_jax.cache.cache_format import CACHE_FORMATS
 from glm52_jax.config import ModelConfig, QuantizationConfig
 from glm52_jax.moe_form import DispatchForm
-from glm52_jax.placement import param_specs
-from glm52_jax.row_formats import CACHE_FORMATS
+from glm52_jax.params.sharding import param_specs
 from infer.generation import generate
 from infer.selftest.tiny_model import in_blocks
 from sharding.errors import InputError

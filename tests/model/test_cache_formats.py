@@ -13,22 +13,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import glm52_jax as glm
-from glm52_jax.cache import Cache, context_rows, gather_rows
+from glm52_jax.cache.cache_format import INDEX_KEY_FORMATS, LATENT_FORMATS, PLAIN_CACHE, CacheFormat
+from glm52_jax.cache.paged_cache import Cache
+from glm52_jax.cache.pages import context_rows, gather_rows
+from glm52_jax.cache.row_formats import GroupRows, PackedRows, TensorRows, stack_of
 from glm52_jax.config import load_config
 from glm52_jax.inspect.account import index_key_bytes, latent_row_bytes
 from glm52_jax.kernels.cache_write.api import write_rows
-from glm52_jax.primitives import hadamard
-from glm52_jax.quant import dequantize_groups, quantize_groups
-from glm52_jax.row_formats import (
-    INDEX_KEY_FORMATS,
-    LATENT_FORMATS,
-    PLAIN_CACHE,
-    CacheFormat,
-    GroupRows,
-    PackedRows,
-    TensorRows,
-    stack_of,
-)
+from glm52_jax.kernels.lib.layers import hadamard
+from glm52_jax.params.quantization import dequantize_groups, quantize_groups
 from infer.generation import generate
 from infer.steps import StepProvider
 from sharding.errors import InputError
@@ -154,7 +147,7 @@ def test_the_rotation_cancels_in_scores() -> None:
 def test_a_rotation_of_keys_alone_is_seen(params: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     form = CacheFormat(index_keys="fp8_rotated")
     right = tiny_case(CONFIG, (29,), params=params, cache_format=form)
-    monkeypatch.setattr("glm52_jax.row_formats.GroupRows.encode", _encode_unturned(GroupRows.encode))
+    monkeypatch.setattr("glm52_jax.cache.row_formats.GroupRows.encode", _encode_unturned(GroupRows.encode))
     jax.clear_caches()
     try:
         wrong = tiny_case(CONFIG, (29,), params=params, cache_format=form)

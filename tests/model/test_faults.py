@@ -12,14 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm52_jax import attention, block, cache, indexer, model, moe
+from glm52_jax import attention, block, indexer, model, moe
 from glm52_jax.block import LayerPlace
+from glm52_jax.cache import pages
 from glm52_jax.kernels.cache_write import new_rows
 from glm52_jax.kernels.index_scores import api as scores_api
 from glm52_jax.kernels.index_topk import reference as index_topk
+from glm52_jax.kernels.lib.layers import rms_norm
+from glm52_jax.kernels.lib.products import einsum
+from glm52_jax.kernels.lib.selection import Selection
 from glm52_jax.kernels.router import reference as router
-from glm52_jax.primitives import einsum, rms_norm
-from glm52_jax.selection import Selection
 from tests.model.cases import Case, all_cases
 from tests.model.faults import Patch, everywhere, fresh_decode, fresh_trace, mentions, rounded, wrap
 
@@ -83,7 +85,7 @@ def test_scores_without_relu(case: Case, monkeypatch: Patch) -> None:
     """B04: negative products count."""
 
     def scores(queries, weights, keys, layer, table, positions):
-        context = cache.context_rows(keys, layer, table, jnp.max(positions, axis=1) + 1)
+        context = pages.context_rows(keys, layer, table, jnp.max(positions, axis=1) + 1)
         total = jnp.einsum("bshd,btd,bsh->bst", queries, context, weights, precision="highest")
         return jnp.where(jnp.arange(context.shape[1]) <= positions[..., None], total, -jnp.inf)
 

@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from glm52_jax import block, cache, model, mtp
+from glm52_jax import block, model, mtp
+from glm52_jax.cache import pages
 from glm52_jax.kernels.cache_write import api as write_api
 from glm52_jax.kernels.index_scores import api as scores_api
+from glm52_jax.kernels.lib.layers import Rotary, rms_norm
 from glm52_jax.kernels.sparse_mla import reference as mla_reference
-from glm52_jax.primitives import Rotary, rms_norm
 from tests.model.cases import Case, all_cases
 from tests.model.faults import Patch, everywhere, fresh_decode, fresh_drafts, fresh_trace, mentions, wrap
 
@@ -60,7 +61,7 @@ def test_unwritten_slots_are_scored(case: Case, monkeypatch: Patch) -> None:
 
     def scores(queries, weights, keys, layer, table, positions):
         full = jnp.full(table.shape[0], table.shape[1] * keys.shape[2])
-        context = cache.context_rows(keys, layer, table, full)
+        context = pages.context_rows(keys, layer, table, full)
         products = jnp.einsum("bshd,btd->bsht", queries, context, precision="highest")
         return jnp.sum(weights[..., None] * jax.nn.relu(products), axis=2)
 

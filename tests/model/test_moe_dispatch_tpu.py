@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from glm52_jax.config import load_config
 from glm52_jax.moe_dispatch import dispatch_experts
 from glm52_jax.moe_form import GATHER, DispatchForm, account_of_all_to_all, account_of_gather
-from glm52_jax.quant import FLOAT8, BlockQuantized
+from glm52_jax.params.quantization import FLOAT8, BlockQuantized
 from sharding.layout import Layout
 from sharding.exchange import OVERLAP_OPTIONS
 from sharding.partition import partition

@@ -15,10 +15,12 @@ import pytest
 import glm52_jax as glm
 from glm52_jax import attention, indexer, model, moe, mtp
 from glm52_jax.block import LayerPlace, block
-from glm52_jax.cache import Cache, Places
+from glm52_jax.cache.page_sharding import Places
+from glm52_jax.cache.paged_cache import Cache
 from glm52_jax.config import ModelConfig
-from glm52_jax.primitives import Rotary, layer_norm, rms_norm, take
-from glm52_jax.selection import Selection
+from glm52_jax.kernels.lib.layers import Rotary, layer_norm, rms_norm
+from glm52_jax.kernels.lib.selection import Selection
+from glm52_jax.kernels.lib.stacks import take
 from sharding.errors import InputError
 from sharding.layout import SINGLE
 from tests.model.paths import QUICK_OPTIONS

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from glm52_jax import indexer, model, moe
-from glm52_jax.cache import Cache
+from glm52_jax.cache.paged_cache import Cache
 from glm52_jax.kernels.index_scores.api import index_scores
-from glm52_jax.primitives import Rotary
+from glm52_jax.kernels.lib.layers import Rotary
 from tests.model.cases import FORMS
 from tests.model.tiny import random_params, random_tokens, tiny
 

@@ -11,10 +11,10 @@ import numpy as np
 
 import glm52_jax as glm
 from glm52_jax.block import Forms
+from glm52_jax.cache.cache_format import CacheFormat
 from glm52_jax.config import ModelConfig
-from glm52_jax.params import build
-from glm52_jax.row_formats import CacheFormat
-from glm52_jax.spec import Param
+from glm52_jax.params.init import build
+from glm52_jax.params.spec import Param
 from tests.model.cases import Case, Run
 
 TINY = ModelConfig(

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from glm52_jax.cache.cache_format import PLAIN_CACHE, CacheFormat
 from glm52_jax.checkpoint.load import load_params
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.precision import measure
 from glm52_jax.precision.command import precision
-from glm52_jax.row_formats import PLAIN_CACHE, CacheFormat
 from sharding.errors import InputError
 from tests.model.tiny import random_params, tiny
 

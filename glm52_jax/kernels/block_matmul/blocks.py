@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.block_matmul.product import Stack, values_of
-from glm52_jax.kernels.pallas import vmem_limit
+from glm52_jax.kernels.lib.pallas import vmem_limit
 
 _STEP_BYTES = 1 << 20
 """Of weights in a step, about: the first step's arrival is not hidden, and each step costs some time by itself."""

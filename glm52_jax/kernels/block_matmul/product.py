@@ -25,8 +25,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from glm52_jax.kernels import Target
-from glm52_jax.kernels.pallas import LANES, SUBLANES
-from glm52_jax.quant import FLOAT8, BlockQuantized
+from glm52_jax.kernels.lib.pallas import LANES, SUBLANES
+from glm52_jax.params.quantization import FLOAT8, BlockQuantized
 
 _INFINITE, _NAN = 255 * 2.0**120, 254 * 2.0**120  # the largest numbers of bfloat16, in the order of a tile's columns
 _UP, _BACK = 2.0**64, 2.0**56  # rows by the first, sums by the second: together the 2 ** 120 that widening took away

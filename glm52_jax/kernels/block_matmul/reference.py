@@ -8,12 +8,13 @@ from typing import Any
 import jax
 
 from glm52_jax.kernels.block_matmul.product import Stack
-from glm52_jax.primitives import linear, take
-from glm52_jax.quant import BlockQuantized
+from glm52_jax.kernels.lib.products import dense_linear
+from glm52_jax.kernels.lib.stacks import take
+from glm52_jax.params.quantization import BlockQuantized
 
 
 def block_matmul_reference(x: jax.Array, weight: Stack, layer: jax.Array | int, *, dtype: Any) -> jax.Array:
     """See `api.block_matmul`."""
     if isinstance(weight, BlockQuantized):
         weight = dataclasses.replace(weight, view=weight.codes.shape[-2:], row_dims=1)
-    return linear(x, take(weight, layer), dtype=dtype)
+    return dense_linear(x, take(weight, layer), dtype=dtype)

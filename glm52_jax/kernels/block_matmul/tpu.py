@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.block_matmul import blocks
 from glm52_jax.kernels.block_matmul.product import Form, Scales, Stack, scales_of, values_of
-from glm52_jax.kernels.pallas import call
+from glm52_jax.kernels.lib.pallas import call
 
 
 def block_matmul_tiled(x: jax.Array, weight: Stack, layer: jax.Array | int, *, dtype: Any, target: Target) -> jax.Array:

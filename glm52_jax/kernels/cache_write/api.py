@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import jax
 
+from glm52_jax.cache.row_formats import RowStack
 from glm52_jax.kernels import form
 from glm52_jax.kernels.cache_write.new_rows import Making
 from glm52_jax.kernels.cache_write.reference import write_rows_reference
-from glm52_jax.row_formats import RowStack
 
 _FORMS = {"reference": write_rows_reference, "tpu": "glm52_jax.kernels.cache_write.tpu:write_rows"}
 

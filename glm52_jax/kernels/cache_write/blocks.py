@@ -7,7 +7,7 @@ import math
 
 from jax.experimental import pallas as pl
 
-from glm52_jax.kernels.pallas import SUBLANES
+from glm52_jax.kernels.lib.pallas import SUBLANES
 from sharding.compiler.chips import Chip
 
 

@@ -6,7 +6,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from glm52_jax.primitives import Rotary, hadamard, layer_norm, rms_norm
+from glm52_jax.kernels.lib.layers import Rotary, hadamard, layer_norm, rms_norm
 
 
 @flax.struct.dataclass

@@ -7,9 +7,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from glm52_jax.cache import slots
+from glm52_jax.cache.pages import slots
+from glm52_jax.cache.row_formats import PackedRows, RowStack, encode
 from glm52_jax.kernels.cache_write.new_rows import Making
-from glm52_jax.row_formats import PackedRows, RowStack, encode
 
 
 def write_rows_reference(

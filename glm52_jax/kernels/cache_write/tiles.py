@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
+from glm52_jax.cache.row_formats import GroupRows, LaneRows, RowFormat, TensorRows
 from glm52_jax.kernels.cache_write.new_rows import KeyMaking, LatentMaking, Making
-from glm52_jax.primitives import hadamard_matrix
-from glm52_jax.quant import group_scales, saturated
-from glm52_jax.row_formats import GroupRows, LaneRows, RowFormat, TensorRows
+from glm52_jax.kernels.lib.layers import hadamard_matrix
+from glm52_jax.params.quantization import group_scales, saturated
 
 
 def tables(making: Making | None, room: int) -> tuple[list[jax.Array], list[jax.Array]]:

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from glm52_jax.cache.row_formats import PackedRows, RowFormat, RowStack, TensorRows, parts_of
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.cache_write.blocks import Blocks, choose, cost
 from glm52_jax.kernels.cache_write.new_rows import Making
 from glm52_jax.kernels.cache_write.tiles import encode, make, tables
-from glm52_jax.kernels.pallas import SUBLANES, call
-from glm52_jax.row_formats import PackedRows, RowFormat, RowStack, TensorRows, parts_of
+from glm52_jax.kernels.lib.pallas import SUBLANES, call
 
 _SLAB = 64
 """Rows that are made at a time, in registers."""

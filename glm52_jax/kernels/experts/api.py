@@ -7,7 +7,7 @@ import jax
 from glm52_jax.kernels import form
 from glm52_jax.kernels.experts.cpu import routed_experts_sorted
 from glm52_jax.kernels.experts.reference import routed_experts_reference
-from glm52_jax.quant import Weight
+from glm52_jax.params.quantization import Weight
 
 _FORMS = {
     "reference": routed_experts_reference,

@@ -10,9 +10,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from glm52_jax.kernels.prefix import over_prefix
-from glm52_jax.primitives import mlp, take
-from glm52_jax.quant import Weight
+from glm52_jax.kernels.lib.prefix import over_prefix
+from glm52_jax.kernels.lib.stacks import take
+from glm52_jax.kernels.linear import mlp
+from glm52_jax.params.quantization import Weight
 
 _LARGEST_TILE = 256
 

@@ -19,7 +19,7 @@ from glm52_jax.kernels import Target
 from glm52_jax.kernels.block_matmul.product import Form, Scales, Stack, scales_of, values_of
 from glm52_jax.kernels.experts import blocks
 from glm52_jax.kernels.experts.groups import in_use
-from glm52_jax.kernels.pallas import call
+from glm52_jax.kernels.lib.pallas import call
 
 
 def routed_experts_few(

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.experts import blocks
 from glm52_jax.kernels.experts.groups import Groups, group_at, groups_of, rows_of
-from glm52_jax.kernels.pallas import call
+from glm52_jax.kernels.lib.pallas import call
 
 _ROWS = 128
 _COLUMNS = 512

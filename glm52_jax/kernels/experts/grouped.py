@@ -22,7 +22,7 @@ from glm52_jax.kernels import Target
 from glm52_jax.kernels.block_matmul.product import Form, Scales, Stack, scales_of, values_of
 from glm52_jax.kernels.experts import blocks
 from glm52_jax.kernels.experts.groups import Groups, group_at, groups_of, rows_of
-from glm52_jax.kernels.pallas import SUBLANES, call
+from glm52_jax.kernels.lib.pallas import SUBLANES, call
 
 
 def routed_experts_grouped(

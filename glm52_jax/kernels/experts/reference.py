@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from glm52_jax.primitives import swiglu
-from glm52_jax.quant import Weight
+from glm52_jax.kernels.linear import swiglu
+from glm52_jax.params.quantization import Weight
 
 
 def routed_experts_reference(

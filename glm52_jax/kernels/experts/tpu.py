@@ -15,8 +15,8 @@ from glm52_jax.kernels.experts import blocks
 from glm52_jax.kernels.experts.few import routed_experts_few
 from glm52_jax.kernels.experts.gradients import gradients
 from glm52_jax.kernels.experts.grouped import routed_experts_grouped
-from glm52_jax.primitives import take
-from glm52_jax.quant import BlockQuantized
+from glm52_jax.kernels.lib.stacks import take
+from glm52_jax.params.quantization import BlockQuantized
 
 _Residuals = tuple[jax.Array, jax.Array, jax.Array, Stack, Stack, jax.Array]
 

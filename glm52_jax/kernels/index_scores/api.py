@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import jax
 
+from glm52_jax.cache.row_formats import RowStack
 from glm52_jax.kernels import form
 from glm52_jax.kernels.index_scores.cpu import index_scores_blocked
 from glm52_jax.kernels.index_scores.reference import index_scores_reference
-from glm52_jax.row_formats import RowStack
 
 _FORMS = {
     "reference": index_scores_reference,

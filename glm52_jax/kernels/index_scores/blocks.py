@@ -8,7 +8,7 @@ import math
 from jax.experimental import pallas as pl
 
 from glm52_jax.kernels import Target
-from glm52_jax.kernels.pallas import LANES, SUBLANES
+from glm52_jax.kernels.lib.pallas import LANES, SUBLANES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from glm52_jax.cache import context_rows
+from glm52_jax.cache.pages import context_rows
+from glm52_jax.cache.row_formats import RowStack
 from glm52_jax.kernels.index_scores.reference import index_scores_reference, mask_scores
-from glm52_jax.kernels.prefix import over_prefix
-from glm52_jax.row_formats import RowStack
+from glm52_jax.kernels.lib.prefix import over_prefix
 
 _BLOCK = 256
 _FEW_TOKENS = 16  # below this the products are so small that a loop costs more than it saves

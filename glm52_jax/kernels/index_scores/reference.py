@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from glm52_jax.cache import context_rows
-from glm52_jax.row_formats import RowStack
+from glm52_jax.cache.pages import context_rows
+from glm52_jax.cache.row_formats import RowStack
 
 # Values of one block's [queries, heads, capacity] product.
 _BLOCK_VALUES = 1 << 23

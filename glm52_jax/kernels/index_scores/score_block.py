@@ -12,7 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from glm52_jax.kernels.pallas import LANES, SUBLANES
+from glm52_jax.kernels.lib.pallas import LANES, SUBLANES
 
 _ROWS = 16
 """Rows of a register of two-byte values: heads are padded to a multiple of it, which 32 are."""

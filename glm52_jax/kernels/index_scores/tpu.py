@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from glm52_jax.cache.row_formats import GroupRows, PackedRows, PlainRows, RowStack, parts_of
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.index_scores.blocks import Blocks, choose, cost
 from glm52_jax.kernels.index_scores.kernel import Shape, kernel
 from glm52_jax.kernels.index_scores.score_block import padded_heads, query_rows, weight_rows
-from glm52_jax.kernels.pallas import LANES, call
-from glm52_jax.row_formats import GroupRows, PackedRows, PlainRows, RowStack, parts_of
+from glm52_jax.kernels.lib.pallas import LANES, call
 
 _TABLE_ENTRIES = 1 << 17
 """Page numbers that are in scalar memory at a time, half of it."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax
 
+from glm52_jax.cache.row_formats import RowStack
 from glm52_jax.kernels import form
 from glm52_jax.kernels.index_topk.reference import index_topk_separate
-from glm52_jax.row_formats import RowStack
 
 _FORMS = {"reference": index_topk_separate, "tpu": "glm52_jax.kernels.index_topk.tpu:index_topk"}
 

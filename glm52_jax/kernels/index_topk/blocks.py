@@ -8,7 +8,7 @@ import math
 from jax.experimental import pallas as pl
 
 from glm52_jax.kernels import Target
-from glm52_jax.kernels.pallas import LANES, SUBLANES, vmem_limit
+from glm52_jax.kernels.lib.pallas import LANES, SUBLANES, vmem_limit
 from glm52_jax.kernels.topk import blocks as selection
 from glm52_jax.kernels.topk.blocks import round_up
 

@@ -12,9 +12,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from glm52_jax.kernels.index_scores.score_block import score_block
 from glm52_jax.kernels.index_topk.blocks import Blocks
-from glm52_jax.kernels.pallas import LANES, SUBLANES
+from glm52_jax.kernels.lib.pallas import LANES, SUBLANES
+from glm52_jax.kernels.lib.sortable_bits import NONE, image_of
 from glm52_jax.kernels.topk import compact, threshold
-from glm52_jax.kernels.topk.image import NONE, image_of
 
 
 @dataclasses.dataclass(frozen=True)

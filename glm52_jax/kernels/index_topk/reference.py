@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax
 
+from glm52_jax.cache.row_formats import RowStack
 from glm52_jax.kernels.index_scores.api import index_scores
 from glm52_jax.kernels.topk.api import topk
-from glm52_jax.row_formats import RowStack
 
 
 def index_topk_separate(

@@ -14,15 +14,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from glm52_jax.cache.row_formats import RowStack
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.index_scores.score_block import padded_heads, query_rows, weight_rows
 from glm52_jax.kernels.index_scores.tpu import key_parts, operand_type
 from glm52_jax.kernels.index_topk.blocks import Blocks, choose, cost
 from glm52_jax.kernels.index_topk.kernel import Shape, kernel
 from glm52_jax.kernels.index_topk.reference import index_topk_separate
-from glm52_jax.kernels.pallas import LANES, SUBLANES, call
+from glm52_jax.kernels.lib.pallas import LANES, SUBLANES, call
 from glm52_jax.kernels.topk import compact
-from glm52_jax.row_formats import RowStack
 
 _TABLE_ENTRIES = 1 << 17
 """Page numbers that are in scalar memory at a time, half of it."""

@@ -7,8 +7,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from glm52_jax.kernels.lib.pallas import LANES
 from glm52_jax.kernels.masked_attention.blocks import Blocks
-from glm52_jax.kernels.pallas import LANES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from glm52_jax.kernels.prefix import over_prefix
-from glm52_jax.primitives import einsum
+from glm52_jax.kernels.lib.prefix import over_prefix
+from glm52_jax.kernels.lib.products import einsum
 
 _BLOCK = 256
 _LOWEST = -1e30  # stands for minus infinity, of which two would differ by NaN

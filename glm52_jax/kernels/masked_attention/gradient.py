@@ -16,10 +16,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from glm52_jax.kernels import Target
+from glm52_jax.kernels.lib.pallas import call
 from glm52_jax.kernels.masked_attention import blocks as sizes
 from glm52_jax.kernels.masked_attention.blocks import Blocks
 from glm52_jax.kernels.masked_attention.chunk import Chunk, bias_of, flat, product
-from glm52_jax.kernels.pallas import call
 from glm52_jax.kernels.sparse_mla.dense_kernel import LOG2_E
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from glm52_jax.kernels.lib.products import einsum
 from glm52_jax.kernels.sparse_mla.reference import masked_softmax
-from glm52_jax.primitives import einsum
 
 
 def masked_attention_reference(

@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 
 from glm52_jax.kernels import form
 from glm52_jax.kernels.router.reference import choose_experts_reference
+from glm52_jax.kernels.router.rule import Rule
 
 _FORMS = {"reference": choose_experts_reference, "tpu": "glm52_jax.kernels.router.tpu:choose_experts_tiled"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """How experts are chosen.
-
-    Attributes:
-        k: experts of a token.
-        groups, kept_groups: experts come in so many groups, of which a token may use its best; a group is ranked by the
-            sum of its best two.
-        normalise: whether a token's gates are made to sum to one.
-        scale: their factor.
-    """
-
-    k: int
-    groups: int = 1
-    kept_groups: int = 1
-    normalise: bool = True
-    scale: float = 1.0
 
 
 def choose_experts(

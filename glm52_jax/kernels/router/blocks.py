@@ -5,7 +5,7 @@ from __future__ import annotations
 from jax.experimental import pallas as pl
 
 from glm52_jax.kernels import Target
-from glm52_jax.kernels.pallas import LANES
+from glm52_jax.kernels.lib.pallas import LANES
 
 TOKENS = LANES
 """Tokens of a step, side by side in the lanes: what is compared lies in one lane, and no lane waits for another."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 
-if TYPE_CHECKING:
-    from glm52_jax.kernels.router.api import Rule
+from glm52_jax.kernels.router.rule import Rule
 
 
 def choose_experts_reference(

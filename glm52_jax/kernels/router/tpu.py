@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from glm52_jax.kernels import Target
-from glm52_jax.kernels.pallas import call
+from glm52_jax.kernels.lib.pallas import call
 from glm52_jax.kernels.router import blocks
-from glm52_jax.kernels.router.api import Rule
+from glm52_jax.kernels.router.rule import Rule
 
 
 def choose_experts_tiled(

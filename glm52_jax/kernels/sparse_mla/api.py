@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import jax
 
+from glm52_jax.cache.row_formats import RowStack
 from glm52_jax.kernels import Target, form
+from glm52_jax.kernels.lib.selection import Selection
 from glm52_jax.kernels.sparse_mla.reference import sparse_mla_reference
-from glm52_jax.row_formats import RowStack
-from glm52_jax.selection import Selection
 
 _FORMS = {"reference": sparse_mla_reference, "tpu": "glm52_jax.kernels.sparse_mla.tpu:sparse_mla"}
 

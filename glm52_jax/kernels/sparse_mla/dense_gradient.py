@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from glm52_jax.cache import context_rows
-from glm52_jax.primitives import einsum
-from glm52_jax.row_formats import RowStack
+from glm52_jax.cache.pages import context_rows
+from glm52_jax.cache.row_formats import RowStack
+from glm52_jax.kernels.lib.products import einsum
 
 _BLOCK_VALUES = 1 << 26  # of the scores that exist at a time
 

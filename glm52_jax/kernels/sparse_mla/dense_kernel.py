@@ -5,23 +5,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from glm52_jax.kernels.pallas import LANES
-
-if TYPE_CHECKING:
-    from glm52_jax.kernels.sparse_mla.dense import Plan
+from glm52_jax.kernels.lib.pallas import LANES
+from glm52_jax.kernels.sparse_mla.dense_plan import WORD, Plan
 
 LOWEST = -1e30  # of a maximum: finite, so that the difference of two is
-WORD = 32
+
+
 _WORD_BITS = 5
+
+
 LOG2_E = math.log2(math.e)
+
+
 _STEP_ROWS = 64  # whose weights are computed between two products
+
+
 _SLOT, _STARTED, _COUNTS = 0, 1, 2  # places in the kernel's state
 
 

@@ -20,8 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from glm52_jax.kernels import Target
-from glm52_jax.kernels.pallas import LANES, call
-from glm52_jax.selection import UNIT_BITS
+from glm52_jax.kernels.lib.pallas import LANES, call
+from glm52_jax.kernels.lib.selection import UNIT_BITS
 
 _NOTHING = -1e30
 """Score of a row that is not selected; finite, since the difference of two infinities would be NaN."""

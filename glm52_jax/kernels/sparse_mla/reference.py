@@ -5,11 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from glm52_jax.cache import context_rows, gather_rows
+from glm52_jax.cache.pages import context_rows, gather_rows
+from glm52_jax.cache.row_formats import RowStack, parts_of
 from glm52_jax.kernels.index_scores.reference import map_tokens
-from glm52_jax.primitives import einsum
-from glm52_jax.row_formats import RowStack, parts_of
-from glm52_jax.selection import Selection
+from glm52_jax.kernels.lib.products import einsum
+from glm52_jax.kernels.lib.selection import Selection
 
 _BLOCK_VALUES = 1 << 26  # of the rows that are gathered at a time
 

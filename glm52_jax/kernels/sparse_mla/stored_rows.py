@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from glm52_jax.row_formats import LaneRows, PackedRows, PlainRows, RowStack, TensorRows
+from glm52_jax.cache.row_formats import LaneRows, PackedRows, PlainRows, RowStack, TensorRows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from glm52_jax.cache.row_formats import RowStack
 from glm52_jax.kernels import Target
-from glm52_jax.kernels.pallas import LANES, simulated
+from glm52_jax.kernels.lib.pallas import LANES, simulated
+from glm52_jax.kernels.lib.selection import UNIT_BITS, Selection, plan_units, single_units
 from glm52_jax.kernels.sparse_mla import blocks
 from glm52_jax.kernels.sparse_mla.dense import dense_mla
 from glm52_jax.kernels.sparse_mla.gather import Gather, Part, attend, in_words
 from glm52_jax.kernels.sparse_mla.reference import sparse_mla_reference
 from glm52_jax.kernels.sparse_mla.stored_rows import StoredRows, stored_rows
-from glm52_jax.row_formats import RowStack
-from glm52_jax.selection import UNIT_BITS, Selection, plan_units, single_units
 
 _INTERPRETED_LANES = 8  # numbers that go together where nothing is laid out in lanes, and short lists are tested
 

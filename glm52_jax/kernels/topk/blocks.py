@@ -6,7 +6,7 @@ import dataclasses
 
 from jax.experimental import pallas as pl
 
-from glm52_jax.kernels.pallas import LANES, SUBLANES
+from glm52_jax.kernels.lib.pallas import LANES, SUBLANES
 
 REGISTER = SUBLANES * LANES
 _KEPT = 4

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from glm52_jax.kernels.pallas import LANES, SUBLANES
+from glm52_jax.kernels.lib.pallas import LANES, SUBLANES
+from glm52_jax.kernels.lib.sortable_bits import scores_of
 from glm52_jax.kernels.topk.blocks import Blocks
-from glm52_jax.kernels.topk.image import scores_of
 from glm52_jax.kernels.topk.threshold import unrolled
 
 _FIELDS = 4  # in a word

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from glm52_jax.kernels.index_scores.reference import map_tokens
-from glm52_jax.kernels.topk.image import NONE, image_of
+from glm52_jax.kernels.lib.sortable_bits import NONE, image_of
 
 _BLOCK_VALUES = 1 << 18
 

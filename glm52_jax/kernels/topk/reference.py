@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from glm52_jax.kernels.topk.image import image_of, scores_of
+from glm52_jax.kernels.lib.sortable_bits import image_of, scores_of
 
 
 def topk_reference(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from glm52_jax.kernels.pallas import LANES, SUBLANES
+from glm52_jax.kernels.lib.pallas import LANES, SUBLANES
+from glm52_jax.kernels.lib.sortable_bits import LOWEST, NONE
 from glm52_jax.kernels.topk.blocks import Blocks
-from glm52_jax.kernels.topk.image import LOWEST, NONE
 
 _SHAPE = (SUBLANES, LANES)
 

@@ -13,10 +13,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from glm52_jax.kernels import Target
-from glm52_jax.kernels.pallas import LANES, SUBLANES, call
+from glm52_jax.kernels.lib.pallas import LANES, SUBLANES, call
+from glm52_jax.kernels.lib.sortable_bits import NONE, image_of, is_chosen, scores_of
 from glm52_jax.kernels.topk import compact, threshold
 from glm52_jax.kernels.topk.blocks import Blocks, choose, cost, edge_cost
-from glm52_jax.kernels.topk.image import NONE, image_of, is_chosen, scores_of
 
 
 def topk(scores: jax.Array, k: int, *, target: Target, blocks: Blocks | None = None) -> tuple[jax.Array, jax.Array]:

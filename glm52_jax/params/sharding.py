@@ -13,13 +13,12 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from glm52_jax.axis_rules import check_rules
-from glm52_jax.cache import Cache
-from glm52_jax.checkpoint.leaf_shardings import of_codes
 from glm52_jax.config import ModelConfig
-from glm52_jax.params import build, leaf_of
-from glm52_jax.quant import BlockQuantized
-from glm52_jax.spec import Param
+from glm52_jax.params.axis_rules import check_rules
+from glm52_jax.params.init import build, leaf_of
+from glm52_jax.params.quantization import BlockQuantized
+from glm52_jax.params.sharding_checks import of_codes
+from glm52_jax.params.spec import Param
 from sharding.layout import AXES, Layout
 from sharding.partition import partition
 
@@ -82,15 +81,6 @@ def param_specs(params: Any, config: ModelConfig, layout: Layout, mesh: Mesh | A
         return dataclasses.replace(leaf, **parts)
 
     return build(config, specs)
-
-
-def cache_specs(cache: Cache, layout: Layout) -> Cache:
-    """Specs of a cache: a device has pools of its own, for its sequences and the pages that are dealt to it."""
-    batch, pages = layout.axes_of("batch"), layout.axes_of("kv_pages")
-    pool = PartitionSpec(None, (*batch, *pages) or None)
-    rows = jax.tree.map(lambda _: pool, (cache.latent, cache.index_keys))
-    table: Any = PartitionSpec(batch or None, pages or None)
-    return Cache(rows[0], rows[1], table)
 
 
 def batch_spec(layout: Layout, *names: str) -> PartitionSpec:

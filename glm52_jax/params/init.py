@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from glm52_jax.config import ModelConfig
-from glm52_jax.quant import FLOAT8, BlockQuantized
-from glm52_jax.spec import Param, parameters
+from glm52_jax.params.quantization import FLOAT8, BlockQuantized
+from glm52_jax.params.spec import Param, parameters
 from sharding.jax_settings import under_own_settings
 
 

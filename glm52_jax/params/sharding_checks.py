@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
-from glm52_jax.spec import Param
+from glm52_jax.params.spec import Param
 from sharding.errors import InputError
 
 
