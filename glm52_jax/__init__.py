@@ -12,21 +12,21 @@ if TYPE_CHECKING:
     from glm52_jax.checkpoint.load import load_params as load_params
     from glm52_jax.config import ModelConfig as ModelConfig
     from glm52_jax.config import load_config as load_config
-    from glm52_jax.model import forward as forward
-    from glm52_jax.model import trace as trace
+    from glm52_jax.model.transformer import forward as forward
+    from glm52_jax.model.transformer import trace as trace
     from glm52_jax.params.init import init_params as init_params
     from sharding.errors import InputError as InputError
 
 _PUBLIC = {
     "InputError": "sharding.errors",
     "ModelConfig": "glm52_jax.config",
-    "forward": "glm52_jax.model",
+    "forward": "glm52_jax.model.transformer",
     "generate": "infer.generation",
     "init_params": "glm52_jax.params.init",
     "load_config": "glm52_jax.config",
     "load_params": "glm52_jax.checkpoint.load",
     "plan": "infer.plan.plan",
-    "trace": "glm52_jax.model",
+    "trace": "glm52_jax.model.transformer",
 }
 
 __all__ = sorted(_PUBLIC)

@@ -4,7 +4,7 @@ A chain of drafts starts from the hidden states of the tokens that the last step
 drafts at once and keeps those it would have chosen. Sampled drafts are kept or replaced so that the result has the
 model's own distribution.
 
-Source: speculative sampling (arXiv 2302.01318); the chain as in `glm52_jax.mtp`.
+Source: speculative sampling (arXiv 2302.01318); the chain as in `glm52_jax.model.mtp`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from glm52_jax import mtp
-from glm52_jax.block import Forms
 from glm52_jax.cache.paged_cache import Cache
 from glm52_jax.config import ModelConfig
+from glm52_jax.model import mtp
+from glm52_jax.model.decoder_layer import Forms
 from infer.finite import finite, marked
 from infer.sampling import ACCEPT, DRAFT, SAMPLE, Sampling, draw, probabilities, uniform
 

@@ -21,14 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from glm52_jax import mtp
-from glm52_jax.block import Forms
 from glm52_jax.cache.cache_format import PLAIN_CACHE, CacheFormat
 from glm52_jax.cache.page_sharding import cache_specs
 from glm52_jax.cache.paged_cache import PAGE_SIZE, Cache
 from glm52_jax.config import ModelConfig
-from glm52_jax.model import compute_dtype, extend, head
-from glm52_jax.moe_form import GATHER
+from glm52_jax.model import mtp
+from glm52_jax.model.decoder_layer import Forms
+from glm52_jax.model.dispatch_policy import GATHER
+from glm52_jax.model.transformer import compute_dtype, extend, head
 from glm52_jax.params.axis_rules import check_rules
 from glm52_jax.params.sharding import batch_spec, param_specs
 from infer.finite import NOWHERE, finite, marked

@@ -11,10 +11,10 @@ import jax
 import pytest
 
 import glm52_jax
-from glm52_jax import block
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.cli import COMMANDS, glm52
 from glm52_jax.config import BUILT_IN, ModelConfig
+from glm52_jax.model import decoder_layer
 from glm52_jax.text import write_byte_tokenizer
 from tests.checkpoint.builders import random_params
 
@@ -80,7 +80,7 @@ def playground(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Plain kernels, compiled without the costly passes: what a block computes is for other tests to judge."""
-    monkeypatch.setattr(block, "resolve_backend", lambda *_: "reference")
+    monkeypatch.setattr(decoder_layer, "resolve_backend", lambda *_: "reference")
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from glm52_jax.cli import glm52, run
 from glm52_jax.config import BUILT_IN
 from glm52_jax.inputs.values import SEED, token_batch, token_row, whole_number
-from glm52_jax.model import forward, trace
+from glm52_jax.model.transformer import forward, trace
 from glm52_jax.params.init import abstract_params
 from sharding.errors import InputError
 

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from benchmarks.kernels.case import OURS, Built, Case
 from glm52_jax.cache.paged_cache import PAGE_SIZE
 from glm52_jax.cache.row_formats import LaneRows, PlainRows, RowFormat, TensorRows, parts_of, stack_of
-from glm52_jax.indexer import BLOCK_SCORES, K_NORM_EPS
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.cache_write.api import write_rows
 from glm52_jax.kernels.cache_write.new_rows import KeyMaking, LatentMaking
@@ -31,6 +30,7 @@ from glm52_jax.kernels.lib.layers import Rotary
 from glm52_jax.kernels.lib.selection import Selection
 from glm52_jax.kernels.sparse_mla.api import sparse_mla
 from glm52_jax.kernels.topk.api import closed_up, last_of_best, topk_mask
+from glm52_jax.model.indexer import BLOCK_SCORES, K_NORM_EPS
 from sharding.compiler.chips import CHIPS
 
 HEADS, WIDTH, RANK, ROPE = 64, 576, 512, 64

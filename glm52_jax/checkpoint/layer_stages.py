@@ -16,9 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from glm52_jax import indexer, mtp
-from glm52_jax.attention import attend, project
-from glm52_jax.block import Forms, LayerPlace, block
 from glm52_jax.cache.page_sharding import Places
 from glm52_jax.cache.paged_cache import Cache
 from glm52_jax.checkpoint.leaf_arrays import make_array
@@ -34,7 +31,10 @@ from glm52_jax.kernels.lib.layers import Rotary, rms_norm
 from glm52_jax.kernels.lib.selection import Selection
 from glm52_jax.kernels.lib.stacks import take
 from glm52_jax.kernels.linear import linear, swiglu
-from glm52_jax.moe import moe, route
+from glm52_jax.model import indexer, mtp
+from glm52_jax.model.attention import attend, project
+from glm52_jax.model.decoder_layer import Forms, LayerPlace, block
+from glm52_jax.model.moe import moe, route
 from glm52_jax.params.quantization import BlockQuantized
 from glm52_jax.params.spec import Param, Stack, parameters
 from sharding.layout import SINGLE

@@ -19,8 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from glm52_jax import mtp
-from glm52_jax.block import Forms, LayerPlace, block
 from glm52_jax.cache.cache_format import PLAIN_CACHE, CacheFormat
 from glm52_jax.cache.page_sharding import Places
 from glm52_jax.cache.paged_cache import Cache
@@ -28,7 +26,9 @@ from glm52_jax.checkpoint.load import load_params
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.config import FULL, ModelConfig, QuantizationConfig
 from glm52_jax.kernels.lib.layers import Rotary, rms_norm
-from glm52_jax.model import Params, head
+from glm52_jax.model import embedding
+from glm52_jax.model.decoder_layer import Forms, LayerPlace, block
+from glm52_jax.model.transformer import Params, head
 from sharding.errors import InputError
 from sharding.jax_settings import under_own_settings
 from sharding.layout import SINGLE
@@ -182,7 +182,7 @@ def _run(
         after, cache, selection, _ = block(params, config, place, before, rotary, places, cache, selection, forms)
         return (after[:batch], cache, selection), (free, after - before, selection.sorted_indices(k))
 
-    free = mtp.embed(params["embed"], tokens, jnp.dtype(jnp.float32))
+    free = embedding.embed(params["embed"], tokens, jnp.dtype(jnp.float32))
     start = (free, cache, forms.no_selection(config, cache, 2 * batch, length))
     (free, cache, _), (hidden, added, topk) = jax.lax.scan(body, start, (LayerPlace.plan(config), recorded))
     latent = cache.latent

@@ -28,7 +28,7 @@ from glm52_jax.inputs.values import SEED
 from glm52_jax.inspect.account import account
 from glm52_jax.io.files import check_folder
 from glm52_jax.io.terminal import screen
-from glm52_jax.model import forward
+from glm52_jax.model.transformer import forward
 from glm52_jax.params.init import init_params
 from glm52_jax.text import ChatFormat, Tokenizer, write_byte_tokenizer
 from infer.commands.session import figures_line

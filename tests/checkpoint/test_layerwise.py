@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from glm52_jax.block import LayerPlace
 from glm52_jax.checkpoint import commands, layer_stages, layerwise
 from glm52_jax.checkpoint.layerwise import Finding, differences
 from glm52_jax.checkpoint.sources import open_checkpoint
+from glm52_jax.model.decoder_layer import LayerPlace
 from sharding.errors import InputError
 from tests import needs
 from tests.checkpoint.builders import EXPERTS, MTP_LAYER, Folder, small_config

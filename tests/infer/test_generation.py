@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm52_jax import forward, mtp
-from glm52_jax.block import Forms
+from glm52_jax import forward
 from glm52_jax.cache.paged_cache import Cache
 from glm52_jax.cache.pages import gather_rows
 from glm52_jax.config import ModelConfig
-from glm52_jax.model import extend
+from glm52_jax.model import mtp
+from glm52_jax.model.decoder_layer import Forms
+from glm52_jax.model.transformer import extend
 from infer.generation import LENGTH, STOP, Generation, generate
 from infer.steps import StepProvider
 from sharding.errors import InputError

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm52_jax.block import Forms
 from glm52_jax.checkpoint.load import load_params
 from glm52_jax.config import SPARSE, ModelConfig, load_config
+from glm52_jax.model.decoder_layer import Forms
 
 LOGITS, HIDDEN = 2e-4, 5e-4
 FOLDER = Path(__file__).parents[1] / "cases"

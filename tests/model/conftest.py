@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from glm52_jax import model
+from glm52_jax.model import transformer
 from infer.steps import StepProvider
 from tests.model import paths
 from tests.model.cases import Case, all_cases
@@ -31,8 +31,8 @@ def quick_compiler() -> Iterator[None]:
     """`trace`, `forward` and steps of generation compile quickly; slow tests repeat them as users run them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepProvider, "compiler_options", property(_quick_on_cpus))
-        patch.setattr(model, "_trace", paths.TRACE)
-        patch.setattr(model, "_forward", paths.FORWARD)
+        patch.setattr(transformer, "_trace", paths.TRACE)
+        patch.setattr(transformer, "_forward", paths.FORWARD)
         yield
 
 

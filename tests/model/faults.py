@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm52_jax import model
+from glm52_jax.model import transformer
 from tests.model.cases import FORMS, Case, Run, complaints
 from tests.model.paths import Walk, compiled, draft_step, one_step
 
 FORM = "absorbed-indices-cpu"
-WHOLE = model._trace.__wrapped__
+WHOLE = transformer._trace.__wrapped__
 Patch = pytest.MonkeyPatch
 
 

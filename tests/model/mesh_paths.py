@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from glm52_jax.block import Forms
 from glm52_jax.cache.cache_format import PLAIN_CACHE, CacheFormat
 from glm52_jax.cache.page_sharding import cache_specs
 from glm52_jax.cache.paged_cache import Cache
 from glm52_jax.config import ModelConfig
 from glm52_jax.kernels.lib.selection import Selection
-from glm52_jax.model import LayerTrace
+from glm52_jax.model.decoder_layer import Forms
+from glm52_jax.model.transformer import LayerTrace
 from glm52_jax.params.axis_rules import asking
 from glm52_jax.params.sharding import batch_spec, named, param_specs
 from sharding import collectives

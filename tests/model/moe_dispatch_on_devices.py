@@ -23,10 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from glm52_jax import moe_dispatch
 from glm52_jax.kernels.experts.api import routed_experts
-from glm52_jax.moe_dispatch import dispatch_experts, expert_loads
-from glm52_jax.moe_form import GATHER, DispatchForm
+from glm52_jax.model import expert_dispatch
+from glm52_jax.model.dispatch_policy import GATHER, DispatchForm
+from glm52_jax.model.expert_dispatch import dispatch_experts, expert_loads
 from glm52_jax.params.quantization import FLOAT8, BlockQuantized, quantize_blocks
 from sharding.layout import Layout
 from sharding.partition import partition
@@ -77,7 +77,7 @@ def junk(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.floating) else 3, dtype)
 
 
-moe_dispatch.unwritten = junk
+expert_dispatch.unwritten = junk
 CHECKS: list[Callable[[], None]] = []
 
 

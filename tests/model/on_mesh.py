@@ -18,12 +18,12 @@ os.environ["XLA_FLAGS"] = with_devices(8, quickly=True)
 import jax
 import numpy as np
 
-from glm52_jax.block import Forms
 from glm52_jax.cache.cache_format import CacheFormat
 from glm52_jax.checkpoint.load import load_params
 from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.config import QuantizationConfig
-from glm52_jax.moe_form import DispatchForm
+from glm52_jax.model.decoder_layer import Forms
+from glm52_jax.model.dispatch_policy import DispatchForm
 from glm52_jax.params.sharding import param_shardings
 from infer.generation import generate
 from sharding.errors import InputError

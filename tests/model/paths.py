@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from glm52_jax import model, mtp
-from glm52_jax.block import Forms
 from glm52_jax.cache.cache_format import PLAIN_CACHE, CacheFormat
 from glm52_jax.cache.paged_cache import Cache
 from glm52_jax.config import ModelConfig
+from glm52_jax.model import mtp, transformer
+from glm52_jax.model.decoder_layer import Forms
 from sharding.collectives import after
 from sharding.layout import SINGLE, Layout
 from tests.model.cases import Case, Run, sparse_layers
@@ -27,7 +27,7 @@ class Seen(NamedTuple):
 
     logits: jax.Array
     hidden: jax.Array
-    layers: model.LayerTrace
+    layers: transformer.LayerTrace
     mtp_state: jax.Array | None
     mtp_logits: jax.Array | None
     mtp_selection: Any
@@ -37,13 +37,13 @@ def one_step(
     params: dict, config: ModelConfig, tokens: Any, following: Any, positions: Any, cache: Cache, forms: Forms
 ) -> tuple[Seen, Cache]:
     """The model over one chunk, and the draft layer, where there is one, over the same chunk."""
-    hidden, cache, layers = model.extend(params, config, tokens, positions, cache, forms, traced=True)
+    hidden, cache, layers = transformer.extend(params, config, tokens, positions, cache, forms, traced=True)
     state = logits = selection = None
     if "mtp" in params:
         state, cache, selection = mtp.advance(params, config, hidden, following, positions, cache, forms)
         logits = mtp.logits(params, state, forms.layout)
         hidden = after(forms.layout, hidden, logits)
-    return Seen(model.head(params, hidden, forms.layout), hidden, layers, state, logits, selection), cache
+    return Seen(transformer.head(params, hidden, forms.layout), hidden, layers, state, logits, selection), cache
 
 
 def draft_step(
@@ -90,7 +90,7 @@ def compiled(function: Any) -> Any:
 
 ROOM = 9  # positions beyond a case's length, for the longest continuation
 STEP, DRAFT_STEP = compiled(one_step), compiled(draft_step)
-TRACE, FORWARD = compiled(model._trace.__wrapped__), compiled(model._forward.__wrapped__)
+TRACE, FORWARD = compiled(transformer._trace.__wrapped__), compiled(transformer._forward.__wrapped__)
 
 
 def hostile_cache(
@@ -152,7 +152,7 @@ class Walk:
     ):
         self.case, self.config, self.params, self.step = case, case.config, params, step
         batch, length = case.tokens.shape
-        dtype = model.compute_dtype(params)
+        dtype = transformer.compute_dtype(params)
         self.cache = hostile_cache(self.config, batch, length + room, page_size, dtype=dtype, fill=fill, form=form)
         self.done = np.zeros(batch, int)
         layers, width = self.config.num_hidden_layers, self.config.hidden_size

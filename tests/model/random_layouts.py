@@ -25,10 +25,10 @@ os.environ["XLA_FLAGS"] = with_devices(8, quickly=True)
 import jax
 import numpy as np
 
-from glm52_jax.block import Forms
 from glm52_jax.cache.cache_format import CACHE_FORMATS
 from glm52_jax.config import ModelConfig, QuantizationConfig
-from glm52_jax.moe_form import DispatchForm
+from glm52_jax.model.decoder_layer import Forms
+from glm52_jax.model.dispatch_policy import DispatchForm
 from glm52_jax.params.sharding import param_specs
 from infer.generation import generate
 from infer.selftest.tiny_model import in_blocks

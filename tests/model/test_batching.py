@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import glm52_jax as glm
-from glm52_jax import attention, indexer
 from glm52_jax.cache.paged_cache import Cache
 from glm52_jax.config import load_config
 from glm52_jax.kernels.index_scores.api import index_scores
 from glm52_jax.kernels.lib.layers import Rotary, rms_norm
 from glm52_jax.kernels.lib.stacks import take
+from glm52_jax.model import attention, indexer
 from tests.model.cases import FORMS, Case, Run, check
 from tests.model.paths import Walk
 from tests.model.tiny import ABSORBED, EXPANDED, TINY, random_params, random_tokens, tiny, tiny_case

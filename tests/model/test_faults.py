@@ -12,8 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm52_jax import attention, block, indexer, model, moe
-from glm52_jax.block import LayerPlace
 from glm52_jax.cache import pages
 from glm52_jax.kernels.cache_write import new_rows
 from glm52_jax.kernels.index_scores import api as scores_api
@@ -22,6 +20,8 @@ from glm52_jax.kernels.lib.layers import rms_norm
 from glm52_jax.kernels.lib.products import einsum
 from glm52_jax.kernels.lib.selection import Selection
 from glm52_jax.kernels.router import reference as router
+from glm52_jax.model import attention, decoder_layer, indexer, moe, transformer
+from glm52_jax.model.decoder_layer import LayerPlace
 from tests.model.cases import Case, all_cases
 from tests.model.faults import Patch, everywhere, fresh_decode, fresh_trace, mentions, rounded, wrap
 
@@ -124,7 +124,7 @@ def test_raw_latent_into_index_queries(case: Case, monkeypatch: Patch) -> None:
         projected = original(weights, config, x, rotary)
         return projected._replace(q_latent=einsum("bsd,qd->bsq", x, weights["q_a"]))
 
-    wrap(monkeypatch, block, "project", raw)
+    wrap(monkeypatch, decoder_layer, "project", raw)
     mentions(fresh_trace(case), "topk")
 
 
@@ -166,8 +166,8 @@ def _attend_to_all(monkeypatch: Patch, where: Callable[[LayerPlace], jax.Array])
         selection = Selection(mask=chosen)
         return original(weights, config, projected, kept, layer, standing, selection, **options)
 
-    wrap(monkeypatch, model, "block", remember)
-    wrap(monkeypatch, block, "attend", attend)
+    wrap(monkeypatch, transformer, "block", remember)
+    wrap(monkeypatch, decoder_layer, "attend", attend)
 
 
 @pytest.mark.parametrize("name", ["released_plan", "irregular_plan"])
@@ -179,7 +179,7 @@ def test_shared_layers_take_an_older_set(monkeypatch: Patch, name: str) -> None:
         older = jnp.where(place.full, selection.indices, chosen.indices)
         return x, kept, Selection(indices=older), experts
 
-    wrap(monkeypatch, model, "block", stale)
+    wrap(monkeypatch, transformer, "block", stale)
     mentions(fresh_trace(all_cases()[name]), "departs first", "logits")
 
 

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from glm52_jax import block, model, mtp
 from glm52_jax.cache import pages
 from glm52_jax.kernels.cache_write import api as write_api
 from glm52_jax.kernels.index_scores import api as scores_api
 from glm52_jax.kernels.lib.layers import Rotary, rms_norm
 from glm52_jax.kernels.sparse_mla import reference as mla_reference
+from glm52_jax.model import decoder_layer, mtp, transformer
 from tests.model.cases import Case, all_cases
 from tests.model.faults import Patch, everywhere, fresh_decode, fresh_drafts, fresh_trace, mentions, wrap
 
@@ -27,10 +27,12 @@ def case(released: Case) -> Case:
 def test_padding_is_a_token(padded: Case, monkeypatch: Patch) -> None:
     """B65: positions count the padding, which is cached and selected."""
     monkeypatch.setattr(
-        model, "_positions", lambda mask: jnp.broadcast_to(jnp.arange(mask.shape[1], dtype=jnp.int32), mask.shape)
+        transformer, "_positions", lambda mask: jnp.broadcast_to(jnp.arange(mask.shape[1], dtype=jnp.int32), mask.shape)
     )
     monkeypatch.setattr(
-        model, "_real_first", lambda mask: jnp.broadcast_to(jnp.arange(mask.shape[1], dtype=jnp.int32), mask.shape)
+        transformer,
+        "_real_first",
+        lambda mask: jnp.broadcast_to(jnp.arange(mask.shape[1], dtype=jnp.int32), mask.shape),
     )
     mentions(fresh_trace(padded), "padding", "topk")
 
@@ -41,7 +43,7 @@ def test_padding_is_written(padded: Case, monkeypatch: Patch) -> None:
     def write(original, stack, layer, rows, table, positions, **kw):
         return original(stack, layer, rows, table, jnp.maximum(positions, 0), **kw)
 
-    wrap(monkeypatch, block, "write_rows", write)
+    wrap(monkeypatch, decoder_layer, "write_rows", write)
     mentions(fresh_decode(padded), "departs first")
 
 
@@ -86,7 +88,7 @@ def test_decode_does_not_store(case: Case, monkeypatch: Patch) -> None:
     def write(original, stack, layer, rows, table, positions, **kw):
         return stack if rows.shape[1] == 1 else original(stack, layer, rows, table, positions, **kw)
 
-    wrap(monkeypatch, block, "write_rows", write)
+    wrap(monkeypatch, decoder_layer, "write_rows", write)
     mentions(fresh_decode(case), "departs first")
 
 
@@ -136,7 +138,7 @@ def test_hidden_before_the_final_norm(case: Case, monkeypatch: Patch) -> None:
     def advance(original, params, config, hidden, *rest, **kw):
         return original(params, config, raw[-1][:, : hidden.shape[1]], *rest, **kw)
 
-    wrap(monkeypatch, model, "rms_norm", remember)
+    wrap(monkeypatch, transformer, "rms_norm", remember)
     wrap(monkeypatch, mtp, "advance", advance)
     mentions(fresh_trace(case, drafts=True), "mtp_logits")
 
@@ -193,5 +195,5 @@ def _trunk_selection(patch: Patch) -> None:
     def advance(original, *args, selection=None, **kw):
         return original(*args, selection=last[-1] if selection is None else selection, **kw)
 
-    wrap(patch, model, "extend", extend)
+    wrap(patch, transformer, "extend", extend)
     wrap(patch, mtp, "advance", advance)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from glm52_jax.config import load_config
-from glm52_jax.moe_form import DispatchForm, choose_form, hops
+from glm52_jax.model.dispatch_policy import DispatchForm, choose_form, hops
 from sharding.errors import InputError
 from sharding.layout import Layout
 

@@ -19,8 +19,8 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from glm52_jax.config import load_config
-from glm52_jax.moe_dispatch import dispatch_experts
-from glm52_jax.moe_form import GATHER, DispatchForm, account_of_all_to_all, account_of_gather
+from glm52_jax.model.expert_dispatch import dispatch_experts
+from glm52_jax.model.dispatch_policy import GATHER, DispatchForm, account_of_all_to_all, account_of_gather
 from glm52_jax.params.quantization import FLOAT8, BlockQuantized
 from sharding.layout import Layout
 from sharding.exchange import OVERLAP_OPTIONS

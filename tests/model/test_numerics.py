@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 import glm52_jax as glm
-from glm52_jax import attention, indexer, model, moe, mtp
-from glm52_jax.block import LayerPlace, block
 from glm52_jax.cache.page_sharding import Places
 from glm52_jax.cache.paged_cache import Cache
 from glm52_jax.config import ModelConfig
 from glm52_jax.kernels.lib.layers import Rotary, layer_norm, rms_norm
 from glm52_jax.kernels.lib.selection import Selection
 from glm52_jax.kernels.lib.stacks import take
+from glm52_jax.model import attention, indexer, moe, mtp, transformer
+from glm52_jax.model.decoder_layer import LayerPlace, block
 from sharding.errors import InputError
 from sharding.layout import SINGLE
 from tests.model.paths import QUICK_OPTIONS
@@ -398,7 +398,7 @@ def test_a_dead_row_spoils_no_gradient(form: str) -> None:
     @quick_jit
     def gradients(tokens, mask):
         def loss(params):
-            logits = model._forward.__wrapped__(params, config, tokens, mask, forms)
+            logits = transformer._forward.__wrapped__(params, config, tokens, mask, forms)
             chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1)[..., 0]
             return -jnp.sum(jnp.where(mask, chosen, 0.0))
 

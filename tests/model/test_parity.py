@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 import glm52_jax as glm
-from glm52_jax import model
-from glm52_jax.block import Forms
 from glm52_jax.config import FULL
+from glm52_jax.model import transformer
+from glm52_jax.model.decoder_layer import Forms
 from tests.model.cases import (
     FORMS,
     ON_TPUS,
@@ -65,7 +65,7 @@ QUICK_BFLOAT16 = {
     "absorbed-mask-reference": (),
     "expanded-mask-cpu": ("all_full", "fp8", "irregular_plan"),
 }
-AS_USERS_RUN_IT = model._trace  # before the fixture `quick_compiler` replaces it
+AS_USERS_RUN_IT = transformer._trace  # before the fixture `quick_compiler` replaces it
 
 
 def traced(case: Case, forms: Forms, dtype: jnp.dtype = jnp.float32) -> Run:
@@ -214,5 +214,5 @@ def test_a_departure_is_named(released: Case) -> None:
 @each_case_and("form", dict.fromkeys(FORMS, ()))
 def test_whole_texts_optimised(case: Case, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the compiler's costly passes."""
-    monkeypatch.setattr(model, "_trace", AS_USERS_RUN_IT)
+    monkeypatch.setattr(transformer, "_trace", AS_USERS_RUN_IT)
     check(case, traced(case, FORMS[form]))

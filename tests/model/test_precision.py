@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm52_jax import indexer, model, moe
 from glm52_jax.cache.paged_cache import Cache
 from glm52_jax.kernels.index_scores.api import index_scores
 from glm52_jax.kernels.lib.layers import Rotary
+from glm52_jax.model import indexer, moe, transformer
 from tests.model.cases import FORMS
 from tests.model.tiny import random_params, random_tokens, tiny
 
@@ -122,7 +122,7 @@ def test_whole_model(dtype: str, form: str) -> None:
     config, params, _, _ = setting(dtype)
     tokens = jnp.asarray(random_tokens(1, 20))
     mask = jnp.ones((1, 20), bool)
-    found = traced(lambda p: model._trace.__wrapped__(p, config, tokens, mask, FORMS[form]), params)
+    found = traced(lambda p: transformer._trace.__wrapped__(p, config, tokens, mask, FORMS[form]), params)
     assert len(products(found)) > 20
     for equation in products(found):
         assert equation.params["preferred_element_type"] == jnp.float32, equation

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import glm52_jax as glm
-from glm52_jax.block import Forms
 from glm52_jax.cache.cache_format import CacheFormat
 from glm52_jax.config import ModelConfig
+from glm52_jax.model.decoder_layer import Forms
 from glm52_jax.params.init import build
 from glm52_jax.params.spec import Param
 from tests.model.cases import Case, Run

@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from glm52_jax.config import ModelConfig
-from glm52_jax.divided import joined, summed
 from glm52_jax.kernels.experts.api import routed_experts
 from glm52_jax.kernels.lib.stacks import take
 from glm52_jax.kernels.linear import linear, swiglu
 from glm52_jax.kernels.router.api import choose_experts
 from glm52_jax.kernels.router.rule import Rule
-from glm52_jax.moe_dispatch import dispatch_experts
-from glm52_jax.moe_form import GATHER, DispatchForm
+from glm52_jax.model.dispatch_policy import GATHER, DispatchForm
+from glm52_jax.model.expert_dispatch import dispatch_experts
+from glm52_jax.model.sharded_matmul import joined, summed
 from sharding.collectives import after, all_gather
 from sharding.layout import SINGLE, Layout
 

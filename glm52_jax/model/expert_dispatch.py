@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from glm52_jax.kernels.experts.api import routed_experts
-from glm52_jax.moe_form import GATHER, DispatchForm, Hop, axes_of_dispatch, hops
+from glm52_jax.model.dispatch_policy import GATHER, DispatchForm, Hop, axes_of_dispatch, hops
 from glm52_jax.params.quantization import BlockQuantized, Weight
 from sharding.collectives import after, all_gather, index, own_part, pmax, psum, psum_scatter
 from sharding.exchange import as_pieces, as_rows, exchange, round_windows, rounds_needed, rows_to_send, unwritten

@@ -15,7 +15,6 @@ from glm52_jax.cache.page_sharding import Deal, Places
 from glm52_jax.cache.paged_cache import Cache
 from glm52_jax.cache.row_formats import RowStack, is_rotated
 from glm52_jax.config import ModelConfig
-from glm52_jax.divided import joined
 from glm52_jax.kernels.cache_write.new_rows import KeyMaking
 from glm52_jax.kernels.index_scores.api import index_scores
 from glm52_jax.kernels.index_scores.reference import map_tokens
@@ -24,6 +23,7 @@ from glm52_jax.kernels.lib.layers import Rotary, hadamard
 from glm52_jax.kernels.lib.selection import Selection
 from glm52_jax.kernels.linear import linear
 from glm52_jax.kernels.topk.api import closed_up, last_of_best, topk, topk_mask
+from glm52_jax.model.sharded_matmul import joined
 from glm52_jax.params.axis_rules import asking
 from sharding.collectives import all_gather, all_to_all
 from sharding.layout import SINGLE, Layout

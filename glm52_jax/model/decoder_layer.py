@@ -14,8 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from glm52_jax import indexer
-from glm52_jax.attention import attend, expected_rows, latent_making, project
 from glm52_jax.cache.page_sharding import Places
 from glm52_jax.cache.paged_cache import Cache
 from glm52_jax.cache.row_formats import RowStack, is_rotated, parts_of
@@ -26,8 +24,10 @@ from glm52_jax.kernels.cache_write.new_rows import Making
 from glm52_jax.kernels.lib.layers import Rotary, rms_norm
 from glm52_jax.kernels.lib.selection import Selection
 from glm52_jax.kernels.lib.stacks import take
-from glm52_jax.moe import moe, sharded_mlp
-from glm52_jax.moe_form import DispatchForm, choose_form
+from glm52_jax.model import indexer
+from glm52_jax.model.attention import attend, expected_rows, latent_making, project
+from glm52_jax.model.dispatch_policy import DispatchForm, choose_form
+from glm52_jax.model.moe import moe, sharded_mlp
 from glm52_jax.params.axis_rules import asking
 from glm52_jax.params.spec import Stack, stack_layers
 from sharding.collectives import after, all_gather

@@ -15,8 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from glm52_jax import mtp
-from glm52_jax.block import Forms, LayerPlace, block
 from glm52_jax.cache.cache_format import PLAIN_CACHE, CacheFormat
 from glm52_jax.cache.page_sharding import Places
 from glm52_jax.cache.paged_cache import Cache
@@ -25,6 +23,8 @@ from glm52_jax.inputs.values import token_batch
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.lib.layers import Rotary, rms_norm
 from glm52_jax.kernels.lib.selection import Selection
+from glm52_jax.model import embedding, mtp
+from glm52_jax.model.decoder_layer import Forms, LayerPlace, block
 from sharding.errors import InputError
 from sharding.jax_settings import under_own_settings
 from sharding.layout import SINGLE, Layout
@@ -89,7 +89,7 @@ def extend(
     """
     chex.assert_rank(tokens, 2)
     chex.assert_equal_shape((tokens, positions))
-    x = mtp.embed(params["embed"], tokens, compute_dtype(params), forms.layout)
+    x = embedding.embed(params["embed"], tokens, compute_dtype(params), forms.layout)
     places = Places.of(forms.layout, cache, positions)
     rotary = Rotary.at(positions, config.qk_rope_head_dim, config.rope_theta)
 
@@ -111,7 +111,7 @@ def scan_layers(body: Any, start: Any, plan: LayerPlace, unroll: int) -> Any:
 
 def head(params: Params, hidden: jax.Array, layout: Layout = SINGLE) -> jax.Array:
     """float32 logits `[..., vocab]` of hidden states after the final norm."""
-    return mtp.logits_of(params["head"], hidden, layout)
+    return embedding.logits_of(params["head"], hidden, layout)
 
 
 def compute_dtype(params: Params) -> jnp.dtype:
