@@ -27,8 +27,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from glm52_jax.checkpoint.safetensors_file import DTYPES, file_layout, tensor_bytes
-from glm52_jax.checkpoint.workers import anonymous_bytes
+from glm52_jax.checkpoint.formats.safetensors_file import DTYPES, file_layout, tensor_bytes
+from glm52_jax.checkpoint.journal.workers import anonymous_bytes
 from glm52_jax.config import BUILT_IN, ModelConfig, QuantizationConfig
 from glm52_jax.params.spec import Tensor, published_tensors
 
@@ -187,8 +187,8 @@ WHOLE = """
 import dataclasses, sys
 from pathlib import Path
 from glm52_jax.checkpoint import convert as conversion
-from glm52_jax.checkpoint.manifest import Record
-from glm52_jax.checkpoint.settings import Settings
+from glm52_jax.checkpoint.formats.manifest import Record
+from glm52_jax.checkpoint.convert.options import Settings
 conversion._refuse_too_little_room = lambda *_: None
 settings = Settings(**({"dtype": "bfloat16"} if sys.argv[4] == "change" else {}))
 planned = conversion.plan(sys.argv[1], Path(sys.argv[2]), settings)

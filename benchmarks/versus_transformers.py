@@ -27,8 +27,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from glm52_jax.checkpoint.load import load_params
-from glm52_jax.checkpoint.write import write_checkpoint
+from glm52_jax.checkpoint.export.write import write_checkpoint
+from glm52_jax.checkpoint.load.loader import load_params
 from glm52_jax.config import ModelConfig
 from glm52_jax.inspect.account import account
 from glm52_jax.params.init import init_params

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from glm52_jax.checkpoint.load import load_params as load_params
+    from glm52_jax.checkpoint.load.loader import load_params as load_params
     from glm52_jax.config import ModelConfig as ModelConfig
     from glm52_jax.config import load_config as load_config
     from glm52_jax.model.transformer import forward as forward
@@ -24,7 +24,7 @@ _PUBLIC = {
     "generate": "infer.generation",
     "init_params": "glm52_jax.params.init",
     "load_config": "glm52_jax.config",
-    "load_params": "glm52_jax.checkpoint.load",
+    "load_params": "glm52_jax.checkpoint.load.loader",
     "plan": "infer.plan.plan",
     "trace": "glm52_jax.model.transformer",
 }

@@ -26,9 +26,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("infer.commands.generate:generate", "Continue a prompt."),
     "inspect": ("glm52_jax.inspect.command:inspect", "Layer plan, parameters, bytes and FLOPs of a model."),
     "plan": ("infer.plan.command:plan", "Compile a step for a slice of TPUs: does it fit, what binds it."),
-    "precision": ("glm52_jax.precision.command:precision", "Error of the quantised forms on a checkpoint."),
+    "precision": (
+        "glm52_jax.verification.precision_command:precision",
+        "Error of the quantised forms on a checkpoint.",
+    ),
     "selftest": ("infer.selftest.command:selftest", "Check this machine: kernels, collectives, real widths."),
-    "verify": ("glm52_jax.checkpoint.commands:verify", "Compare a converted checkpoint with its source, every value."),
+    "verify": ("glm52_jax.verification.command:verify", "Compare a converted checkpoint with its source, every value."),
 }
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from glm52_jax.checkpoint.write import write_checkpoint
+from glm52_jax.checkpoint.export.write import write_checkpoint
 from glm52_jax.text import write_byte_tokenizer
 from tests.checkpoint.builders import random_params
 from tests.quick_flags import with_devices

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from glm52_jax.checkpoint.write import write_checkpoint
+from glm52_jax.checkpoint.export.write import write_checkpoint
 from glm52_jax.cli import COMMANDS, run
 from glm52_jax.config import BUILT_IN
 from glm52_jax.text import write_byte_tokenizer
@@ -116,7 +116,7 @@ def test_names_that_cannot_be_written(
     """Before any weight is read and any step compiled."""
     if command == "plan":
         package("matplotlib")
-    monkeypatch.setattr("glm52_jax.checkpoint.load.load_with_report", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("glm52_jax.checkpoint.load.loader.load_with_report", lambda *_, **__: pytest.fail("loaded"))
     monkeypatch.setattr("infer.commands.demo._run", lambda *_: pytest.fail("begun"))
     monkeypatch.setattr("infer.plan.command._made", lambda *_: pytest.fail("compiled"))
     for kind in UNWRITABLE:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from glm52_jax import forward, generate, load_params
-from glm52_jax.checkpoint.write import write_checkpoint
+from glm52_jax.checkpoint.export.write import write_checkpoint
 from glm52_jax.cli import run
 from glm52_jax.config import BUILT_IN
 from sharding import jax_settings

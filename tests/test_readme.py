@@ -11,7 +11,7 @@ import jax
 import pytest
 
 import glm52_jax
-from glm52_jax.checkpoint.write import write_checkpoint
+from glm52_jax.checkpoint.export.write import write_checkpoint
 from glm52_jax.cli import COMMANDS, glm52
 from glm52_jax.config import BUILT_IN, ModelConfig
 from glm52_jax.model import decoder_layer

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 from rich.table import Table
 
-from glm52_jax.checkpoint.write import write_checkpoint
+from glm52_jax.checkpoint.export.write import write_checkpoint
 from glm52_jax.cli import glm52
 from glm52_jax.io.terminal import progress_bar, screen, spinner
 from tests.checkpoint.builders import random_params, small_config

@@ -1,39 +1,35 @@
-"""`glm52 convert`, `glm52 export` and `glm52 verify`: options and what is printed; the work is done elsewhere."""
+"""`glm52 convert` and `glm52 export`: options and what is printed; the work is done elsewhere."""
 
 from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
-from glm52_jax.checkpoint.settings import DTYPE_NAMES, KEEP, QUANTIZE, Settings
-from glm52_jax.checkpoint.store import CHUNK_BYTES
+from glm52_jax.checkpoint.convert.options import DTYPE_NAMES, KEEP, QUANTIZE, Settings
+from glm52_jax.checkpoint.formats.orbax_layout import CHUNK_BYTES
 from glm52_jax.inputs.sizes import SIZE, short_size
 from glm52_jax.io.progress import progressing
 from glm52_jax.io.terminal import screen
 from sharding.errors import InputError
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from glm52_jax.checkpoint.convert.conversion import Plan
 
-    from glm52_jax.checkpoint.convert import Plan
-    from glm52_jax.checkpoint.layerwise import Finding
-    from glm52_jax.checkpoint.sources import Checkpoint
 
-_HELP = {"help_option_names": ["-h", "--help"]}
-_MOST_DIFFERENCES = 20
+HELP = {"help_option_names": ["-h", "--help"]}
+
+
 # More than the processors, since a thread that flushes only waits.
 _JOBS = max(4, min(16, 2 * (os.cpu_count() or 2)))
 
 
-def _jobs(command: Callable[..., Any]) -> Callable[..., Any]:
+def jobs_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The option `--jobs` of a command."""
     return click.option("--jobs", type=click.IntRange(1), default=_JOBS, show_default=True, help="Threads.")(command)
 
 
@@ -50,7 +46,7 @@ def _local_folder(context: click.Context, parameter: click.Parameter, value: Pat
     return value
 
 
-@click.command(context_settings=_HELP)
+@click.command(context_settings=HELP)
 @click.argument("source")
 @click.argument("destination", type=click.Path(path_type=Path), callback=_local_folder)
 @click.option(
@@ -70,7 +66,7 @@ def _local_folder(context: click.Context, parameter: click.Parameter, value: Pat
 @click.option(
     "--chunk-size", type=SIZE, default=CHUNK_BYTES, help="Largest file of a matrix that is cut.  [default: 64MiB]"
 )
-@_jobs
+@jobs_option
 def convert(
     source: str,
     destination: Path,
@@ -90,10 +86,10 @@ def convert(
     The same command goes on where it was stopped, whatever stopped it. DESTINATION/params is what Orbax restores;
     manifest.json says what every tensor was made from.
     """
-    from glm52_jax.checkpoint import convert as conversion
-    from glm52_jax.checkpoint.sources import opened
+    from glm52_jax.checkpoint.convert import conversion as conversion
+    from glm52_jax.checkpoint.sources.open_source import opened
 
-    settings = Settings(dtype, quantize, _layers(layers), without_mtp, chunk_size)
+    settings = Settings(dtype, quantize, layer_numbers(layers), without_mtp, chunk_size)
     part, unit_bytes = _process(process), unit_size or conversion.UNIT_BYTES
     options = ["--unit-size", str(unit_size)] if unit_size else []
     with opened(source) as checkpoint:
@@ -105,7 +101,7 @@ def _given(jobs: int) -> list[str]:
 
 
 def _convert(planned: Plan, jobs: int, process: tuple[int, int], unit_bytes: int, options: Sequence[str]) -> None:
-    from glm52_jax.checkpoint.convert import convert
+    from glm52_jax.checkpoint.convert.conversion import convert
 
     console = screen(stderr=True, soft_wrap=True)
     for note in planned.notes:
@@ -134,7 +130,7 @@ def _process(text: str) -> tuple[int, int]:
     return int(number), int(count)
 
 
-def _layers(text: str | None) -> tuple[int, ...] | None:
+def layer_numbers(text: str | None) -> tuple[int, ...] | None:
     """Layer numbers and ranges, both ends included."""
     if text is None:
         return None
@@ -151,7 +147,7 @@ def _layers(text: str | None) -> tuple[int, ...] | None:
     return tuple(sorted(found))
 
 
-@click.command(context_settings=_HELP)
+@click.command(context_settings=HELP)
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("destination", type=click.Path(path_type=Path), callback=_local_folder)
 @click.option("--shard-size", type=SIZE, default="5GB", show_default=True, help="Largest size of a file's tensors.")
@@ -164,7 +160,7 @@ def _layers(text: str | None) -> tuple[int, ...] | None:
 )
 @click.option("--fused-experts", is_flag=True, help="One tensor for all experts of a layer; not in FP8.")
 @click.option("--without-mtp", is_flag=True, help="Leave the MTP layer out.")
-@_jobs
+@jobs_option
 def export(
     source: Path, destination: Path, shard_size: int, dtype: str, fused_experts: bool, without_mtp: bool, jobs: int
 ) -> None:
@@ -172,7 +168,7 @@ def export(
 
     Says where values are not those of the source any more. The same command goes on where it was stopped.
     """
-    from glm52_jax.checkpoint import export as exporting
+    from glm52_jax.checkpoint.export import export as exporting
 
     console = screen(stderr=True, soft_wrap=True)
     settings = Settings(dtype, without_mtp=without_mtp)
@@ -190,93 +186,3 @@ def export(
         console.print(note, style="yellow")
     console.print(account.line())
     console.print(f"{destination}: finished")
-
-
-@click.command(context_settings=_HELP)
-@click.argument("target", type=click.Path(path_type=Path))
-@click.option("--against", "source", required=True, help="What it was made from.")
-@click.option("--quick", is_flag=True, help="Names, types, shapes, sizes and totals only; no value is read.")
-@click.option(
-    "--layers",
-    help="In place of values, run these layers, such as 0,3,6,78 (the MTP layer is the last), and those of transformers"
-    " on the source's weights, and say where they first differ beyond rounding. Needs torch and transformers.",
-)
-@click.option("--tokens", type=int, help="With --layers: how many tokens.  [default: index_topk and 64 more]")
-@_jobs
-def verify(target: Path, source: str, quick: bool, layers: str | None, tokens: int | None, jobs: int) -> None:
-    """Compare a converted or exported checkpoint with its source: every tensor by value, or layers by what they do.
-
-    The exit code is 0 where they are equal, 1 where they differ, 2 where one of them cannot be read.
-    """
-    from glm52_jax.checkpoint import verify as verification
-    from glm52_jax.checkpoint.sources import open_checkpoint, opened
-
-    if tokens is not None and layers is None:
-        raise InputError("--tokens is for --layers, which is not given")
-    if quick and layers is not None:
-        raise InputError("--quick and --layers are given, expected one of them")
-    numbers = _layers(layers)
-    console = screen(stderr=True, soft_wrap=True)
-    if numbers is not None:
-        from sharding.jax_settings import start_devices
-
-        start_devices()
-    quick = quick or numbers is not None
-    with opened(source) as checkpoint, progressing(console, "verifying") as meter:
-        found = open_checkpoint(target)
-        report = verification.verify(found, checkpoint, quick=quick, jobs=jobs, meter=meter)
-        for note in (*report.notes, *report.changed):
-            console.print(note, style="yellow")
-        if numbers is not None and not report.differences:
-            _verify_layers(found, checkpoint, numbers, tokens, console)
-            return
-    if report.account is not None:
-        console.print(report.account.line())
-    for difference in report.differences[:_MOST_DIFFERENCES]:
-        click.echo(difference)
-    if len(report.differences) > _MOST_DIFFERENCES:
-        click.echo(f"and {len(report.differences) - _MOST_DIFFERENCES:,} more")
-    if report.differences:
-        raise SystemExit(1)
-    how = "names, types, shapes and sizes are" if quick else "every value is"
-    click.echo(f"{report.tensors:,} tensors, {short_size(report.bytes)}: {how} as {source} gives them")
-
-
-def _verify_layers(
-    target: Checkpoint, source: Checkpoint, layers: tuple[int, ...], tokens: int | None, console: Console
-) -> None:
-    """Prints a table of stages and a verdict on standard output; the exit code is 1 where they differ."""
-    from glm52_jax.checkpoint import layerwise
-
-    planned, plural = layerwise.plan(target, source, layers, tokens=tokens), "s" * (len(layers) > 1)
-    for note in planned.notes:
-        console.print(note, style="yellow")
-    console.print(
-        f"{len(layers)} layer{plural}, {len(planned.tokens):,} tokens, one layer in memory at a time; at most "
-        f"{planned.memory_bound / 2**20:,.0f} MiB of anonymous memory"
-    )
-    findings = []
-    for found in layerwise.compare(planned, said=console.print):
-        _print_layer(found, header=not findings)
-        findings += found
-    click.echo(f"rounding: float32; {layerwise.BOUND:g} of a value and of the RMS of its token's values")
-    first = next((finding for finding in findings if finding.beyond), None)
-    if first is not None:
-        click.echo(f"first difference beyond rounding: {first.sentence}")
-        raise SystemExit(1)
-    click.echo(f"layer{plural} {', '.join(map(str, layers))}: no difference beyond rounding")
-
-
-def _print_layer(findings: Sequence[Finding], *, header: bool) -> None:
-    """A layer's rows of the table, as soon as it is done; those of the next one go on below them."""
-    terminal = sys.stdout.isatty()
-    table = Table(box=SIMPLE_HEAD if terminal else None, show_header=header, pad_edge=False)
-    for name, width in (("layer", 8), ("stage", 19)):
-        table.add_column(name, min_width=width, no_wrap=True)
-    for name in ("max |d|", "of RMS", "of bound"):
-        table.add_column(name, min_width=8, justify="right", no_wrap=True)
-    table.add_column("")
-    for f in findings:
-        figures = (f"{f.largest:.0f} rows", "", "") if f.is_choice else tuple(f"{v:.1e}" for v in f.figures)
-        table.add_row(f.where, f.stage, *figures, f.note, style="bold red" if f.beyond else None)
-    screen(width=120).print(table)

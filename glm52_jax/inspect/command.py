@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from glm52_jax.checkpoint.published import INDEX_FILE, Contents, PublishedCheckpoint
+from glm52_jax.checkpoint.sources.published import INDEX_FILE, Contents, PublishedCheckpoint
 from glm52_jax.config import ModelConfig, load_config
 from glm52_jax.inputs.lengths import LENGTH
 from glm52_jax.inspect.account import CONTEXTS, account

@@ -17,12 +17,12 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from glm52_jax.checkpoint import convert, export
-from glm52_jax.checkpoint.load import load_with_report
-from glm52_jax.checkpoint.settings import Settings
-from glm52_jax.checkpoint.sources import open_checkpoint
-from glm52_jax.checkpoint.verify import verify
-from glm52_jax.checkpoint.write import write_checkpoint
+from glm52_jax.checkpoint.convert import conversion
+from glm52_jax.checkpoint.convert.options import Settings
+from glm52_jax.checkpoint.export import export
+from glm52_jax.checkpoint.export.write import write_checkpoint
+from glm52_jax.checkpoint.load.loader import load_with_report
+from glm52_jax.checkpoint.sources.open_source import open_checkpoint
 from glm52_jax.config import BUILT_IN, ModelConfig, QuantizationConfig
 from glm52_jax.inputs.values import SEED
 from glm52_jax.inspect.account import account
@@ -31,6 +31,7 @@ from glm52_jax.io.terminal import screen
 from glm52_jax.model.transformer import forward
 from glm52_jax.params.init import init_params
 from glm52_jax.text import ChatFormat, Tokenizer, write_byte_tokenizer
+from glm52_jax.verification.verify import verify
 from infer.commands.session import figures_line
 from infer.generation import Generation, generate
 from sharding.errors import InputError
@@ -135,8 +136,8 @@ def _show_account(console: Console, config: ModelConfig) -> None:
 def _convert_and_back(console: Console, name: str, folder: Path) -> Path:
     """The converted folder; what is exported from it is the published one again, to the byte."""
     target, back = folder.with_name(f"{folder.name}-orbax"), folder.with_name(f"{folder.name}-exported")
-    planned = convert.plan(folder, target, Settings())
-    convert.convert(planned)
+    planned = conversion.plan(folder, target, Settings())
+    conversion.convert(planned)
     report = verify(open_checkpoint(target), open_checkpoint(folder))
     export.export(export.plan(target, back, Settings(), shard_bytes=planned.bytes // 4 + 1))
     again = verify(open_checkpoint(back), open_checkpoint(folder))

@@ -12,8 +12,8 @@ import click
 from rich.console import Console
 
 from glm52_jax.cache.cache_format import CACHE_FORMATS
-from glm52_jax.checkpoint.load import load_with_report
-from glm52_jax.checkpoint.sources import open_checkpoint
+from glm52_jax.checkpoint.load.loader import load_with_report
+from glm52_jax.checkpoint.sources.open_source import open_checkpoint
 from glm52_jax.config import ModelConfig, load_config
 from glm52_jax.inputs.values import SEED
 from glm52_jax.io.files import is_there

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from glm52_jax.checkpoint.published import INDEX_FILE, SINGLE_FILE
-from glm52_jax.checkpoint.safetensors_file import SafetensorsFile, write_safetensors
+from glm52_jax.checkpoint.formats.safetensors_file import SafetensorsFile, write_safetensors
+from glm52_jax.checkpoint.sources.published import INDEX_FILE, SINGLE_FILE
 from glm52_jax.config import BUILT_IN, ModelConfig, QuantizationConfig
 from glm52_jax.params.init import build
 from glm52_jax.params.spec import Param

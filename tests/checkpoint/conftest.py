@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from glm52_jax.checkpoint import convert, verify
-from glm52_jax.checkpoint.write import write_checkpoint
+from glm52_jax.checkpoint.convert import conversion
+from glm52_jax.checkpoint.export.write import write_checkpoint
 from glm52_jax.config import ModelConfig
+from glm52_jax.verification import verify
 from tests.checkpoint.builders import FP8, Folder, random_params, small_config
 from tests.checkpoint.conversions import NoOrbax
 
@@ -29,7 +30,7 @@ def orbax() -> None:
 def no_waiting_for_orbax(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere it does not, in this process and in this folder's tests."""
     if "orbax" not in request.fixturenames:
-        for module in (convert, verify):
+        for module in (conversion, verify):
             monkeypatch.setattr(module, "OrbaxView", NoOrbax)
 
 

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from glm52_jax.checkpoint import export
-from glm52_jax.checkpoint.convert import Result, convert, plan
-from glm52_jax.checkpoint.settings import Settings
-from glm52_jax.checkpoint.sources import open_checkpoint
+from glm52_jax.checkpoint.convert.conversion import Result, convert, plan
+from glm52_jax.checkpoint.convert.options import Settings
+from glm52_jax.checkpoint.export import export
+from glm52_jax.checkpoint.sources.open_source import open_checkpoint
 
 
 class NoOrbax:

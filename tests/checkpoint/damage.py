@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from glm52_jax.checkpoint import load
-from glm52_jax.checkpoint.load import load_params
-from glm52_jax.checkpoint.published import INDEX_FILE
+from glm52_jax.checkpoint.load import loader
+from glm52_jax.checkpoint.load.loader import load_params
+from glm52_jax.checkpoint.sources.published import INDEX_FILE
 from sharding.errors import InputError
 from tests.checkpoint.builders import Folder
 
@@ -35,7 +35,7 @@ class Cases:
 
 def assert_refused(folder: Folder, fragments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading it is one sentence that names the folder, before any array is made."""
-    for module, maker in ((load.jnp, "asarray"), (load.jax, "device_put")):
+    for module, maker in ((loader.jnp, "asarray"), (loader.jax, "device_put")):
         monkeypatch.setattr(module, maker, lambda *_, **__: pytest.fail("an array was made before the check"))
     with pytest.raises(InputError) as error:
         load_params(folder.path)

@@ -27,11 +27,11 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from glm52_jax.checkpoint import leaf_arrays
-from glm52_jax.checkpoint.load import load_params
-from glm52_jax.checkpoint.published import PublishedCheckpoint
-from glm52_jax.checkpoint.sources import PublishedFiles, open_checkpoint
-from glm52_jax.checkpoint.write import write_checkpoint
+from glm52_jax.checkpoint.export.write import write_checkpoint
+from glm52_jax.checkpoint.load import leaf_arrays
+from glm52_jax.checkpoint.load.loader import load_params
+from glm52_jax.checkpoint.sources.open_source import PublishedFiles, open_checkpoint
+from glm52_jax.checkpoint.sources.published import PublishedCheckpoint
 from glm52_jax.config import ModelConfig, QuantizationConfig, load_config
 from glm52_jax.params.spec import Param, Stack
 from sharding.errors import InputError

@@ -18,13 +18,14 @@ import pytest
 from click.testing import CliRunner
 
 from glm52_jax import forward, load_config, load_params
-from glm52_jax.checkpoint import commands, convert
-from glm52_jax.checkpoint.load import load_with_report
-from glm52_jax.checkpoint.manifest import Manifest
-from glm52_jax.checkpoint.published import INDEX_FILE
-from glm52_jax.checkpoint.settings import Settings
-from glm52_jax.checkpoint.store import leaf_of, leaves
-from glm52_jax.checkpoint.write import write_checkpoint
+from glm52_jax.checkpoint import commands
+from glm52_jax.checkpoint.convert import conversion
+from glm52_jax.checkpoint.convert.options import Settings
+from glm52_jax.checkpoint.export.write import write_checkpoint
+from glm52_jax.checkpoint.formats.manifest import Manifest
+from glm52_jax.checkpoint.formats.orbax_layout import leaf_of, leaves
+from glm52_jax.checkpoint.load.loader import load_with_report
+from glm52_jax.checkpoint.sources.published import INDEX_FILE
 from glm52_jax.config import ModelConfig
 from glm52_jax.text import write_byte_tokenizer
 from sharding.errors import InputError
@@ -124,7 +125,9 @@ def test_config_tokenizer_and_template_come_along(tmp_path: Path, plain: Folder)
 def test_it_is_the_same_however_the_work_is_cut(tmp_path: Path, fp8_folder: Folder, converted: dict[str, Path]):
     settings = Settings(chunk_bytes=8192)
     for number in (2, 3, 1):
-        result = convert.convert(convert.plan(fp8_folder.path, tmp_path / "c", settings), jobs=3, process=(number, 3))
+        result = conversion.convert(
+            conversion.plan(fp8_folder.path, tmp_path / "c", settings), jobs=3, process=(number, 3)
+        )
         assert (result.left == 0) == (number == 1)
     assert contents(tmp_path / "c") == contents(converted["fp8"])
 
@@ -243,7 +246,7 @@ os.environ["XLA_FLAGS"] = with_devices(8)
 import jax, numpy as np, orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.checkpoint.conversions import tensors
-from glm52_jax.checkpoint.store import leaf_of
+from glm52_jax.checkpoint.formats.orbax_layout import leaf_of
 
 folder = pathlib.Path(sys.argv[1])
 expected = tensors(pathlib.Path(sys.argv[2]))
@@ -317,7 +320,7 @@ def test_a_damaged_source_is_refused(
     folder = request.getfixturevalue(name)
     damage(folder)
     with pytest.raises(InputError) as error:
-        convert.plan(folder.path, tmp_path / "out", Settings())
+        conversion.plan(folder.path, tmp_path / "out", Settings())
     assert all(fragment in str(error.value) for fragment in fragments)
     assert str(error.value).startswith(str(folder.path))
     assert not (tmp_path / "out").exists()

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from glm52_jax.checkpoint import load
-from glm52_jax.checkpoint.load import load_params
-from glm52_jax.checkpoint.published import INDEX_FILE, SINGLE_FILE
+from glm52_jax.checkpoint.load.loader import load_params
+from glm52_jax.checkpoint.sources.published import INDEX_FILE, SINGLE_FILE
 from sharding.errors import InputError
 from tests.checkpoint.builders import Folder
 from tests.checkpoint.damage import Cases, Damage, assert_refused, cut, header_entry, weight_map
@@ -383,13 +382,13 @@ def test_a_folder_that_may_not_be_read(fp8: Folder, config: Any, monkeypatch: py
 
 def test_a_file_that_changes_after_the_check_is_refused(fp8: Folder, monkeypatch: pytest.MonkeyPatch):
     # Were the file mapped, reading what is no longer there would end the process.
-    check = load.PublishedCheckpoint.check
+    check = load_params.PublishedCheckpoint.check
 
     def then_cut(self: Any, config: Any) -> Any:
         contents = check(self, config)
         cut(fp8.path / SHARD, 1000)
         return contents
 
-    monkeypatch.setattr(load.PublishedCheckpoint, "check", then_cut)
+    monkeypatch.setattr(load_params.PublishedCheckpoint, "check", then_cut)
     with pytest.raises(InputError, match=r"00002-of-\d+.safetensors: 1000 bytes, too short to hold"):
         load_params(fp8.path)

@@ -10,11 +10,11 @@ from click.testing import CliRunner
 
 from glm52_jax import load_config, load_params
 from glm52_jax.checkpoint import commands
-from glm52_jax.checkpoint.export import plan
-from glm52_jax.checkpoint.load import load_with_report
-from glm52_jax.checkpoint.published import INDEX_FILE
-from glm52_jax.checkpoint.settings import Settings
-from glm52_jax.checkpoint.write import write_checkpoint
+from glm52_jax.checkpoint.convert.options import Settings
+from glm52_jax.checkpoint.export.export import plan
+from glm52_jax.checkpoint.export.write import write_checkpoint
+from glm52_jax.checkpoint.load.loader import load_with_report
+from glm52_jax.checkpoint.sources.published import INDEX_FILE
 from glm52_jax.inputs.sizes import parse_size, short_size
 from sharding.errors import InputError
 from tests import needs

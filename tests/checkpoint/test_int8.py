@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import glm52_jax as glm
-from glm52_jax.checkpoint.load import load_params, load_with_report
-from glm52_jax.checkpoint.sources import open_checkpoint
-from glm52_jax.checkpoint.verify import verify
-from glm52_jax.checkpoint.write import write_checkpoint
+from glm52_jax.checkpoint.export.write import write_checkpoint
+from glm52_jax.checkpoint.load.loader import load_params, load_with_report
+from glm52_jax.checkpoint.sources.open_source import open_checkpoint
 from glm52_jax.config import ModelConfig, QuantizationConfig
 from glm52_jax.params.quantization import BlockQuantized, dequantize_blocks, quantize_blocks
+from glm52_jax.verification.verify import verify
 from sharding.errors import InputError
 from tests.checkpoint.builders import Folder
 from tests.checkpoint.conversions import run_convert, run_export

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from glm52_jax.checkpoint import commands, layer_stages, layerwise
-from glm52_jax.checkpoint.layerwise import Finding, differences
-from glm52_jax.checkpoint.sources import open_checkpoint
+from glm52_jax.checkpoint.sources.open_source import open_checkpoint
 from glm52_jax.model.decoder_layer import LayerPlace
+from glm52_jax.verification import command, layer_stages, layerwise
+from glm52_jax.verification.layerwise import Finding, differences
 from sharding.errors import InputError
 from tests import needs
 from tests.checkpoint.builders import EXPERTS, MTP_LAYER, Folder, small_config
@@ -49,7 +49,7 @@ def first(found: list[Finding]) -> tuple[str, str] | None:
 
 
 def invoke(*arguments: Any) -> Result:
-    return CliRunner().invoke(commands.verify, [str(a) for a in arguments])
+    return CliRunner().invoke(command.verify, [str(a) for a in arguments])
 
 
 @pytest.mark.parametrize(("case", "layers"), [("irregular_plan", (0, 1, 2, 7)), ("fp8", (2, 3, 4))])
@@ -273,7 +273,7 @@ def test_a_converted_source_is_refused(fp8_folder: Folder, tmp_path: Path):
 
 
 def test_a_missing_package_is_named(plain_folder: Folder, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delitem(sys.modules, "glm52_jax.checkpoint.layer_reference", raising=False)
+    monkeypatch.delitem(sys.modules, "glm52_jax.verification.layer_reference", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
     result = invoke(plain_folder.path, "--against", plain_folder.path, "--layers", "1")
     assert isinstance(result.exception, InputError)

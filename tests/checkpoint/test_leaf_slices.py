@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm52_jax.checkpoint import leaf_arrays
-from glm52_jax.checkpoint.leaf_slices import Box, LeafForm, box_shape, reads
+from glm52_jax.checkpoint.load import leaf_arrays
+from glm52_jax.checkpoint.load.leaf_slices import Box, LeafForm, box_shape, reads
 
 SIZES = st.integers(1, 4)
 

@@ -10,15 +10,17 @@ import pytest
 from click.testing import CliRunner
 
 from glm52_jax import load_config, load_params
-from glm52_jax.checkpoint import commands, convert, export
-from glm52_jax.checkpoint.load import load_with_report
-from glm52_jax.checkpoint.published import INDEX_FILE
-from glm52_jax.checkpoint.settings import Settings
-from glm52_jax.checkpoint.sources import open_checkpoint
-from glm52_jax.checkpoint.verify import verify
+from glm52_jax.checkpoint import commands
+from glm52_jax.checkpoint.convert import conversion
+from glm52_jax.checkpoint.convert.options import Settings
+from glm52_jax.checkpoint.export import export
+from glm52_jax.checkpoint.load.loader import load_with_report
+from glm52_jax.checkpoint.sources.open_source import open_checkpoint
+from glm52_jax.checkpoint.sources.published import INDEX_FILE
 from glm52_jax.cli import COMMANDS
 from glm52_jax.own_imports import import_ours
 from glm52_jax.text import write_byte_tokenizer
+from glm52_jax.verification.verify import verify
 from sharding.errors import InputError
 from tests.checkpoint.builders import Folder
 from tests.checkpoint.conversions import contents, run_convert, run_export
@@ -184,7 +186,7 @@ def test_every_command_says_how_to_go_on(late: bool, complete: Folder, tmp_path:
     source = complete.copy(place / "the source").path
     if late:
         with monkeypatch.context() as patch:
-            patch.setattr(convert.Manifest, "text", lambda _: _raise(OSError(5, "Input/output error")))
+            patch.setattr(conversion.Manifest, "text", lambda _: _raise(OSError(5, "Input/output error")))
             with pytest.raises(InputError):
                 run_convert(source, place / "half")
         assert (place / "half" / "config.json").exists()
@@ -219,7 +221,7 @@ def test_an_unfinished_export_says_so(complete: Folder, tmp_path: Path):
 def test_the_command_that_goes_on_is_one_for_a_shell(
     settings: dict[str, Any], options: list[str], plain_folder: Folder, tmp_path: Path
 ):
-    planned = convert.plan(plain_folder.path, tmp_path / "my models" / "$x", Settings(**settings))
+    planned = conversion.plan(plain_folder.path, tmp_path / "my models" / "$x", Settings(**settings))
     expected = ["glm52", "convert", str(plain_folder.path), str(tmp_path / "my models" / "$x"), *options]
     assert shlex.split(planned.command()) == expected
     assert shlex.split(planned.command(["--jobs", "3"])) == [*expected, "--jobs", "3"]
@@ -241,7 +243,7 @@ def test_the_options_that_were_given_are_in_the_command(
     def failing(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(convert._Writer, "unit", failing)
+    monkeypatch.setattr(conversion._Writer, "unit", failing)
     arguments = [
         str(complete.path),
         str(tmp_path / "out"),

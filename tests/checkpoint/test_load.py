@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from glm52_jax import forward, load_params
-from glm52_jax.checkpoint import leaf_arrays
-from glm52_jax.checkpoint.load import load_with_report
-from glm52_jax.checkpoint.published import INDEX_FILE, SINGLE_FILE
-from glm52_jax.checkpoint.sources import open_checkpoint
-from glm52_jax.checkpoint.verify import verify
-from glm52_jax.checkpoint.write import write_checkpoint
+from glm52_jax.checkpoint.export.write import write_checkpoint
+from glm52_jax.checkpoint.load import leaf_arrays
+from glm52_jax.checkpoint.load.loader import load_with_report
+from glm52_jax.checkpoint.sources.open_source import open_checkpoint
+from glm52_jax.checkpoint.sources.published import INDEX_FILE, SINGLE_FILE
 from glm52_jax.config import ModelConfig
 from glm52_jax.params.quantization import BlockQuantized, dequantize_blocks
+from glm52_jax.verification.verify import verify
 from sharding.errors import InputError
 from tests.checkpoint.builders import EXPERTS, FP8, LAYERS, MTP_LAYER, Folder, flat, random_params, small_config
 from tests.trees import assert_same

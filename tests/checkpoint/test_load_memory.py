@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from glm52_jax.checkpoint.published import SINGLE_FILE
-from glm52_jax.checkpoint.safetensors_file import DTYPES, file_layout, tensor_bytes
+from glm52_jax.checkpoint.formats.safetensors_file import DTYPES, file_layout, tensor_bytes
+from glm52_jax.checkpoint.sources.published import SINGLE_FILE
 from glm52_jax.config import BUILT_IN, ModelConfig, QuantizationConfig
 from glm52_jax.params.spec import published_tensors
 
@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[2]
 MEASURE = """
 import json, sys, threading
 from glm52_jax.checkpoint import leaf_arrays
-from glm52_jax.checkpoint.workers import anonymous_bytes
+from glm52_jax.checkpoint.journal.workers import anonymous_bytes
 import jax, jax.numpy as jnp
-from glm52_jax.checkpoint.load import MARGIN_BYTES, load_params
+from glm52_jax.checkpoint.load.loader import MARGIN_BYTES, load_params
 
 folder, way, keywords = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 if way == "device":

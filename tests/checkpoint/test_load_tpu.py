@@ -13,7 +13,7 @@ SCRIPT = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
-from glm52_jax.checkpoint.leaf_arrays import STAGE_BYTES, _stages, _update, box_shape
+from glm52_jax.checkpoint.load.leaf_arrays import STAGE_BYTES, _stages, _update, box_shape
 
 for name in ("v5e:2x2", "v5p:2x2x1"):
     device = topologies.get_topology_desc(platform="tpu", topology_name=name).devices[0]

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from glm52_jax.checkpoint import commands, convert
-from glm52_jax.checkpoint.settings import Settings
-from glm52_jax.checkpoint.sources import open_checkpoint
-from glm52_jax.checkpoint.store import CHUNK_BYTES
-from glm52_jax.checkpoint.write import write_checkpoint
+from glm52_jax.checkpoint import commands
+from glm52_jax.checkpoint.convert import conversion
+from glm52_jax.checkpoint.convert.options import Settings
+from glm52_jax.checkpoint.export.write import write_checkpoint
+from glm52_jax.checkpoint.formats.orbax_layout import CHUNK_BYTES
+from glm52_jax.checkpoint.sources.open_source import open_checkpoint
 from glm52_jax.io.unfinished import MANIFEST, UNFINISHED
 from sharding.errors import InputError
 from tests.checkpoint.builders import FP8, random_params, small_config
@@ -167,12 +168,12 @@ def test_two_processes_share_the_work_without_links(
     monkeypatch.setattr(os, "link", refusing(errno.EPERM))
     if refusal is not None:
         refusal(monkeypatch)
-    plans = [convert.plan(source, tmp_path / "out", Settings(chunk_bytes=8192)) for _ in range(2)]
-    other = convert.plan(source, tmp_path / "out", Settings(dtype="bfloat16"))
-    assert convert.convert(plans[0], process=(1, 2)).left > 0
+    plans = [conversion.plan(source, tmp_path / "out", Settings(chunk_bytes=8192)) for _ in range(2)]
+    other = conversion.plan(source, tmp_path / "out", Settings(dtype="bfloat16"))
+    assert conversion.convert(plans[0], process=(1, 2)).left > 0
     with pytest.raises(InputError, match="was begun with dtype 'keep', and now it is 'bfloat16'"):
-        convert.convert(other, process=(2, 2))
-    assert convert.convert(plans[1], process=(2, 2)).left == 0
+        conversion.convert(other, process=(2, 2))
+    assert conversion.convert(plans[1], process=(2, 2)).left == 0
     assert contents(tmp_path / "out") == whole[run_convert]
 
 
@@ -181,16 +182,16 @@ def test_one_finishes_while_the_other_does(
 ):
     """Without locks: what is noted as done goes away under the hands of the second."""
     no_locks(monkeypatch)
-    plans = [convert.plan(source, tmp_path / "out", Settings(chunk_bytes=8192)) for _ in range(2)]
-    finish = convert._finish
+    plans = [conversion.plan(source, tmp_path / "out", Settings(chunk_bytes=8192)) for _ in range(2)]
+    finish = conversion._finish
 
     def late(*arguments: Any) -> Any:
-        monkeypatch.setattr(convert, "_finish", finish)
-        assert convert.convert(plans[1]).left == 0
+        monkeypatch.setattr(conversion, "_finish", finish)
+        assert conversion.convert(plans[1]).left == 0
         return finish(*arguments)
 
-    monkeypatch.setattr(convert, "_finish", late)
-    assert convert.convert(plans[0]).left == 0
+    monkeypatch.setattr(conversion, "_finish", late)
+    assert conversion.convert(plans[0]).left == 0
     assert contents(tmp_path / "out") == whole[run_convert]
 
 

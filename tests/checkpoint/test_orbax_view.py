@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from glm52_jax.checkpoint import commands, convert, store
-from glm52_jax.checkpoint.converted import ConvertedCheckpoint
-from glm52_jax.checkpoint.orbax_view import OrbaxView
+from glm52_jax.checkpoint.convert import conversion
+from glm52_jax.checkpoint.formats import orbax_layout
+from glm52_jax.checkpoint.formats.orbax_view import OrbaxView
+from glm52_jax.checkpoint.sources.converted import ConvertedCheckpoint
 from glm52_jax.io.unfinished import MANIFEST
+from glm52_jax.verification import command
 from sharding.errors import InputError
 from tests.checkpoint.builders import Folder
 from tests.checkpoint.conversions import NoOrbax, run_convert
@@ -24,7 +26,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, fp8_folder: Folder) -> Path:
     """A conversion of `fp8_folder`. Not to be changed."""
     path = tmp_path_factory.mktemp("orbax") / "c"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(convert, "OrbaxView", NoOrbax)
+        patch.setattr(conversion, "OrbaxView", NoOrbax)
         run_convert(fp8_folder.path, path)
     return path
 
@@ -45,14 +47,14 @@ def test_convert_and_verify_have_it_read(fp8_folder: Folder, tmp_path: Path, mon
         return calls[-1]
 
     monkeypatch.setattr(OrbaxView, "differences", noting)
-    metadata = store.tree_metadata
+    metadata = orbax_layout.tree_metadata
     with monkeypatch.context() as patch:
-        patch.setattr(store, "tree_metadata", lambda names: metadata(names) | {"use_zarr3": False})
+        patch.setattr(orbax_layout, "tree_metadata", lambda names: metadata(names) | {"use_zarr3": False})
         with pytest.raises(InputError, match=r"Orbax does not read it .*; so the conversion is not finished"):
             run_convert(fp8_folder.path, tmp_path / "c")
     assert not (tmp_path / "c" / MANIFEST).exists()
     run_convert(fp8_folder.path, tmp_path / "c")
-    result = CliRunner().invoke(commands.verify, [str(tmp_path / "c"), "--against", str(fp8_folder.path), "--quick"])
+    result = CliRunner().invoke(command.verify, [str(tmp_path / "c"), "--against", str(fp8_folder.path), "--quick"])
     assert result.exit_code == 0, result.output
     assert [bool(found) for found in calls] == [True, False, False]
 
@@ -85,7 +87,7 @@ def test_a_changed_tree_is_noticed_when_it_is_verified(
 ):
     folder = Folder(whole).copy(tmp_path / "c")
     folder.edit_json(damage, "params/_METADATA")
-    result = CliRunner().invoke(commands.verify, [str(folder.path), "--against", str(fp8_folder.path), "--quick"])
+    result = CliRunner().invoke(command.verify, [str(folder.path), "--against", str(fp8_folder.path), "--quick"])
     assert result.exit_code == 1
     assert re.search(sentence, result.output), result.output
 

@@ -8,8 +8,10 @@ import fsspec
 import pytest
 from click.testing import CliRunner
 
-from glm52_jax.checkpoint import commands, remote
-from glm52_jax.checkpoint.sources import opened
+from glm52_jax.checkpoint import commands
+from glm52_jax.checkpoint.sources import remote
+from glm52_jax.checkpoint.sources.open_source import opened
+from glm52_jax.verification import command
 from sharding.errors import InputError
 from tests.checkpoint.builders import Folder
 from tests.checkpoint.conversions import contents, run_convert
@@ -36,7 +38,7 @@ def test_a_bucket_is_converted_like_a_folder(tmp_path: Path, bucket: str, fp8_fo
     assert result.exit_code == 0, result.output
     run_convert(fp8_folder.path, tmp_path / "expected", dtype=dtype)
     assert contents(tmp_path / "c") == contents(tmp_path / "expected")
-    assert invoke(commands.verify, tmp_path / "c", "--against", bucket).exit_code == 0
+    assert invoke(command.verify, tmp_path / "c", "--against", bucket).exit_code == 0
 
 
 def test_a_file_url_is_a_folder(tmp_path: Path, fp8_folder: Folder):

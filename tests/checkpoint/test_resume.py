@@ -16,15 +16,16 @@ import pytest
 from orbax import checkpoint as orbax
 
 from glm52_jax import load_params
-from glm52_jax.checkpoint import convert, workers
-from glm52_jax.checkpoint.export import export
-from glm52_jax.checkpoint.export import plan as plan_export
-from glm52_jax.checkpoint.settings import Settings
-from glm52_jax.checkpoint.sources import open_checkpoint
-from glm52_jax.checkpoint.store import CHUNK_BYTES
-from glm52_jax.checkpoint.verify import verify
-from glm52_jax.checkpoint.write import write_checkpoint
+from glm52_jax.checkpoint.convert import conversion
+from glm52_jax.checkpoint.convert.options import Settings
+from glm52_jax.checkpoint.export.export import export
+from glm52_jax.checkpoint.export.export import plan as plan_export
+from glm52_jax.checkpoint.export.write import write_checkpoint
+from glm52_jax.checkpoint.formats.orbax_layout import CHUNK_BYTES
+from glm52_jax.checkpoint.journal import workers
+from glm52_jax.checkpoint.sources.open_source import open_checkpoint
 from glm52_jax.io.unfinished import MANIFEST, UNFINISHED
+from glm52_jax.verification.verify import verify
 from sharding.errors import InputError
 from tests.checkpoint.builders import FP8, Folder, random_params, small_config
 from tests.checkpoint.conversions import contents, run_convert
@@ -157,7 +158,7 @@ class StopError(Exception):
 def half(tmp_path: Path, fp8: Folder, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A conversion of `fp8` that was stopped half way."""
     left = threading.Semaphore(4)
-    unit = convert._Writer.unit
+    unit = conversion._Writer.unit
 
     def stopping(*arguments: Any) -> None:
         if not left.acquire(blocking=False):
@@ -165,7 +166,7 @@ def half(tmp_path: Path, fp8: Folder, monkeypatch: pytest.MonkeyPatch) -> Path:
         unit(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(convert._Writer, "unit", stopping)
+        patch.setattr(conversion._Writer, "unit", stopping)
         with pytest.raises(StopError):
             run_convert(fp8.path, tmp_path / "half")
     return tmp_path / "half"
@@ -192,7 +193,7 @@ def test_an_unfinished_one_is_refused_by_every_reader(fp8: Folder, half: Path, t
         lambda: load_params(half),
         lambda: verify(open_checkpoint(half), open_checkpoint(fp8.path)),
         lambda: plan_export(half, tmp_path / "out", Settings()),
-        lambda: convert.plan(half, tmp_path / "out", Settings()),
+        lambda: conversion.plan(half, tmp_path / "out", Settings()),
     ):
         with pytest.raises(InputError, match=sentence):
             read()
@@ -216,10 +217,10 @@ def test_another_source_is_refused(plain: Folder, half: Path):
 def test_a_source_that_goes_away_can_come_back(
     fp8: Folder, half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    planned = convert.plan(fp8.path, half, Settings(chunk_bytes=8192))
+    planned = conversion.plan(fp8.path, half, Settings(chunk_bytes=8192))
     fp8.path.rename(tmp_path / "away")
     with pytest.raises(InputError, match=r"model-0000\d-of-00005.safetensors: can no longer be read"):
-        convert.convert(planned)
+        conversion.convert(planned)
     (tmp_path / "away").rename(fp8.path)
     assert run_convert(fp8.path, half).left == 0
     run_convert(fp8.path, tmp_path / "whole")
@@ -227,15 +228,15 @@ def test_a_source_that_goes_away_can_come_back(
 
 
 def test_a_source_that_is_cut_while_it_is_read(fp8: Folder, half: Path):
-    planned = convert.plan(fp8.path, half, Settings(chunk_bytes=8192))
+    planned = conversion.plan(fp8.path, half, Settings(chunk_bytes=8192))
     for file in fp8.files:
         os.truncate(fp8.path / file, 60_000)
     with pytest.raises(InputError, match="60000 bytes, too short"):
-        convert.convert(planned)
+        conversion.convert(planned)
 
 
 def test_two_processes_do_not_do_the_same_part(fp8: Folder, half: Path):
-    work = convert.WorkFolder(half)
+    work = conversion.WorkFolder(half)
     with (
         work.taking_part("process-1-of-1"),
         pytest.raises(InputError, match="another process is working on process-1-of-1"),
@@ -275,7 +276,7 @@ def test_too_little_room_is_found_out_before(plain: Folder, tmp_path: Path, monk
 FILLED = """
 import resource, signal, sys
 from glm52_jax.checkpoint import commands
-from glm52_jax.checkpoint.write import write_checkpoint
+from glm52_jax.checkpoint.export.write import write_checkpoint
 from sharding.errors import InputError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
@@ -300,7 +301,7 @@ def test_a_disk_that_is_full_is_one_sentence(plain: Folder, tmp_path: Path):
 def test_no_space_is_left(plain: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_after: int):
     """The same with the other error, after some bytes were written."""
     written = 0
-    write = convert._Chunks.write
+    write = conversion._Chunks.write
 
     def filling(self: Any, data: memoryview) -> None:
         nonlocal written
@@ -310,7 +311,7 @@ def test_no_space_is_left(plain: Folder, tmp_path: Path, monkeypatch: pytest.Mon
         write(self, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(convert._Chunks, "write", filling)
+        patch.setattr(conversion._Chunks, "write", filling)
         with pytest.raises(InputError, match="out: cannot be written, the disk is full; when it can"):
             run_convert(plain.path, tmp_path / "out")
     run_convert(plain.path, tmp_path / "out")
@@ -335,7 +336,7 @@ def test_an_export_goes_on(converted_plain: Path, tmp_path: Path, monkeypatch: p
         return run(units, unit, **keywords)
 
     with monkeypatch.context() as patch:
-        patch.setattr("glm52_jax.checkpoint.export.run", stopping)
+        patch.setattr("glm52_jax.checkpoint.export.export.run", stopping)
         with pytest.raises(StopError):
             export(planned)
     assert not (tmp_path / "out" / "config.json").exists()

@@ -10,7 +10,7 @@ import safetensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from glm52_jax.checkpoint.safetensors_file import DTYPES, SafetensorsFile, write_safetensors
+from glm52_jax.checkpoint.formats.safetensors_file import DTYPES, SafetensorsFile, write_safetensors
 from sharding.errors import InputError
 
 RUNS = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

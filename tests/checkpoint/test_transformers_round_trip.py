@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from glm52_jax import forward, load_config, load_params
-from glm52_jax.checkpoint.published import INDEX_FILE, fused_name
-from glm52_jax.checkpoint.sources import open_checkpoint
-from glm52_jax.checkpoint.verify import verify
+from glm52_jax.checkpoint.sources.open_source import open_checkpoint
+from glm52_jax.checkpoint.sources.published import INDEX_FILE, fused_name
+from glm52_jax.verification.verify import verify
 from tests import needs
 from tests.checkpoint.builders import MTP_LAYER, Folder
 from tests.checkpoint.conversions import run_convert, run_export, tensors

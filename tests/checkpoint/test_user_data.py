@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from glm52_jax.checkpoint import convert, export
-from glm52_jax.checkpoint.write import write_checkpoint
+from glm52_jax.checkpoint.convert import conversion
+from glm52_jax.checkpoint.export import export
+from glm52_jax.checkpoint.export.write import write_checkpoint
 from glm52_jax.config import ModelConfig
 from glm52_jax.io.unfinished import MANIFEST, UNFINISHED
 from glm52_jax.text import write_byte_tokenizer
@@ -31,7 +32,7 @@ class StopError(Exception):
 def stopped(run: Run, source: Path, destination: Path) -> None:
     """A run that did two units of its work."""
     left = threading.Semaphore(2)
-    place, name = (convert._Writer, "unit") if run is run_convert else (export._Writer, "shard")
+    place, name = (conversion._Writer, "unit") if run is run_convert else (export._Writer, "shard")
     work = getattr(place, name)
 
     def stopping(*arguments: Any) -> None:
@@ -235,7 +236,7 @@ def test_a_finished_one_is_cleared_up_of_ours_only(halves: dict[Any, Path], fp8_
 def test_one_that_was_stopped_while_it_began_goes_on(
     begun: bytes, fp8_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("glm52_jax.checkpoint.work_folder._WAIT", 0.05)
+    monkeypatch.setattr("glm52_jax.checkpoint.journal.journal._WAIT", 0.05)
     (tmp_path / "own" / UNFINISHED).mkdir(parents=True)
     (tmp_path / "own" / UNFINISHED / "settings.json").write_bytes(begun)
     (tmp_path / "own" / UNFINISHED / "settings.json.0a1b2c3d").write_bytes(begun)

@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from glm52_jax.checkpoint import commands
-from glm52_jax.checkpoint.load import load_params, load_with_report
-from glm52_jax.checkpoint.manifest import Manifest
-from glm52_jax.checkpoint.sources import open_checkpoint
+from glm52_jax.checkpoint.export.write import write_checkpoint
+from glm52_jax.checkpoint.formats.manifest import Manifest
+from glm52_jax.checkpoint.load.loader import load_params, load_with_report
+from glm52_jax.checkpoint.sources.open_source import open_checkpoint
 from glm52_jax.checkpoint.value_checks import Counts, cast, not_finite
-from glm52_jax.checkpoint.verify import verify
-from glm52_jax.checkpoint.write import write_checkpoint
 from glm52_jax.config import ModelConfig
 from glm52_jax.params.quantization import BlockQuantized
+from glm52_jax.verification import command
+from glm52_jax.verification.verify import verify
 from sharding.errors import InputError
 from tests.checkpoint.builders import Folder
 from tests.checkpoint.conversions import contents, run_convert, run_export, tensors
@@ -84,10 +85,10 @@ def test_values_that_are_not_finite_are_said_by_every_command(bad: Folder, tmp_p
         (commands.convert, [bad.path, tmp_path / "c"]),
         (commands.convert, [bad.path, tmp_path / "c"]),  # finished already
         (commands.convert, [bad.path, tmp_path / "d", "--dtype", "bfloat16"]),
-        (commands.verify, [tmp_path / "c", "--against", bad.path]),
-        (commands.verify, [tmp_path / "c", "--against", bad.path, "--quick"]),
+        (command.verify, [tmp_path / "c", "--against", bad.path]),
+        (command.verify, [tmp_path / "c", "--against", bad.path, "--quick"]),
         (commands.export, [tmp_path / "c", tmp_path / "out"]),
-        (commands.verify, [tmp_path / "out", "--against", bad.path]),
+        (command.verify, [tmp_path / "out", "--against", bad.path]),
     ):
         result = runner.invoke(function, [str(a) for a in arguments])
         assert result.exit_code == 0, result.output

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from glm52_jax.checkpoint import commands
-from glm52_jax.checkpoint.sources import open_checkpoint
-from glm52_jax.checkpoint.verify import verify
+from glm52_jax.checkpoint.sources.open_source import open_checkpoint
 from glm52_jax.io.unfinished import MANIFEST
+from glm52_jax.verification import command
+from glm52_jax.verification.verify import verify
 from sharding.errors import InputError
 from tests.checkpoint.builders import MTP_LAYER, Folder
 from tests.checkpoint.conversions import run_convert
@@ -44,7 +44,7 @@ def differences(target: Path, source: Path, **keywords: Any) -> list[str]:
 
 
 def invoke(*arguments: Any) -> Result:
-    return CliRunner().invoke(commands.verify, [str(a) for a in arguments])
+    return CliRunner().invoke(command.verify, [str(a) for a in arguments])
 
 
 def test_notes_on_a_config_are_no_difference(plain: Folder, tmp_path: Path) -> None:

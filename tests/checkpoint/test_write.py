@@ -14,11 +14,11 @@ import safetensors
 import safetensors.numpy
 
 from glm52_jax import forward, load_config, load_params
-from glm52_jax.checkpoint import write
-from glm52_jax.checkpoint.load import load_with_report
-from glm52_jax.checkpoint.published import INDEX_FILE, SINGLE_FILE
-from glm52_jax.checkpoint.safetensors_file import DTYPES, SafetensorsFile
-from glm52_jax.checkpoint.write import write_checkpoint
+from glm52_jax.checkpoint.export import write
+from glm52_jax.checkpoint.export.write import write_checkpoint
+from glm52_jax.checkpoint.formats.safetensors_file import DTYPES, SafetensorsFile
+from glm52_jax.checkpoint.load.loader import load_with_report
+from glm52_jax.checkpoint.sources.published import INDEX_FILE, SINGLE_FILE
 from glm52_jax.config import ModelConfig, QuantizationConfig
 from glm52_jax.params.quantization import BlockQuantized, dequantize_blocks
 from sharding.errors import InputError

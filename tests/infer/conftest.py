@@ -10,7 +10,7 @@ import chex
 import jax
 import pytest
 
-from glm52_jax.checkpoint.write import write_checkpoint
+from glm52_jax.checkpoint.export.write import write_checkpoint
 from glm52_jax.config import BUILT_IN, ModelConfig
 from glm52_jax.params.init import init_params
 from glm52_jax.text import write_byte_tokenizer

@@ -17,7 +17,7 @@ import click
 import jax
 import jax.numpy as jnp
 
-from glm52_jax.checkpoint.sources import PublishedFiles
+from glm52_jax.checkpoint.sources.open_source import PublishedFiles
 from infer.commands import on_hosts
 from infer.commands.chat import chat
 from infer.commands.generate import generate

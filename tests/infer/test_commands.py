@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from glm52_jax.checkpoint.safetensors_file import SafetensorsFile, write_safetensors
+from glm52_jax.checkpoint.formats.safetensors_file import SafetensorsFile, write_safetensors
 from glm52_jax.cli import glm52
 from glm52_jax.text import Tokenizer
 from infer.commands.session import Session, stream_texts

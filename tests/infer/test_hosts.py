@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from jax._src.clusters import cloud_tpu_cluster
 
-from glm52_jax.checkpoint.load import load_params
+from glm52_jax.checkpoint.load.loader import load_params
 from glm52_jax.config import BUILT_IN
 from infer.commands import on_hosts
 from sharding.errors import InputError

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm52_jax.checkpoint.load import load_params
+from glm52_jax.checkpoint.load.loader import load_params
 from glm52_jax.cli import glm52
 from glm52_jax.params.axis_rules import DIVISIONS, check_rules
 from infer.commands.on_hosts import choose_layout

@@ -126,7 +126,7 @@ def test_a_folder_with_all_tensors(folder):
 
 
 def test_a_folder_as_the_writer_makes_it(tmp_path):
-    from glm52_jax.checkpoint.write import write_checkpoint
+    from glm52_jax.checkpoint.export.write import write_checkpoint
     from glm52_jax.params.init import build
 
     params = build(TINY, lambda p: None if p.optional else np.zeros(p.stacked_shape(TINY), np.float32))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm52_jax.checkpoint.load import load_params
+from glm52_jax.checkpoint.load.loader import load_params
 from glm52_jax.config import SPARSE, ModelConfig, load_config
 from glm52_jax.model.decoder_layer import Forms
 

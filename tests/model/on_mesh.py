@@ -19,8 +19,8 @@ import jax
 import numpy as np
 
 from glm52_jax.cache.cache_format import CacheFormat
-from glm52_jax.checkpoint.load import load_params
-from glm52_jax.checkpoint.write import write_checkpoint
+from glm52_jax.checkpoint.export.write import write_checkpoint
+from glm52_jax.checkpoint.load.loader import load_params
 from glm52_jax.config import QuantizationConfig
 from glm52_jax.model.decoder_layer import Forms
 from glm52_jax.model.dispatch_policy import DispatchForm

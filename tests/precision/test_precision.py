@@ -11,10 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 from glm52_jax.cache.cache_format import PLAIN_CACHE, CacheFormat
-from glm52_jax.checkpoint.load import load_params
-from glm52_jax.checkpoint.write import write_checkpoint
-from glm52_jax.precision import measure
-from glm52_jax.precision.command import precision
+from glm52_jax.checkpoint.export.write import write_checkpoint
+from glm52_jax.checkpoint.load.loader import load_params
+from glm52_jax.verification import quantization_error
+from glm52_jax.verification.precision_command import precision
 from sharding.errors import InputError
 from tests.model.tiny import random_params, tiny
 
@@ -30,15 +30,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def two_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rows(scales: tuple[float, ...], *, rotation: bool) -> list[measure.Form]:
+    def rows(scales: tuple[float, ...], *, rotation: bool) -> list[quantization_error.Form]:
         assert len(scales) == CONFIG.num_hidden_layers
         assert not rotation  # a width of 20
         return [
-            measure.Form("nothing", cache=PLAIN_CACHE),
-            measure.Form("both", "fp8", CacheFormat("fp8_groups", "fp8")),
+            quantization_error.Form("nothing", cache=PLAIN_CACHE),
+            quantization_error.Form("both", "fp8", CacheFormat("fp8_groups", "fp8")),
         ]
 
-    monkeypatch.setattr(measure, "forms", rows)
+    monkeypatch.setattr(precision, "forms", rows)
 
 
 @pytest.mark.slow
@@ -75,14 +75,14 @@ def test_a_yardstick_that_is_no_number_is_refused(folder: Path) -> None:
     tokens[1, 7:], mask[1, 7:] = 95, False
     embed = np.array(params["embed"])
     embed[95] = np.nan
-    assert next(iter(measure.measure(params | {"embed": embed}, CONFIG, tokens, mask))).layer < 1e-6
+    assert next(iter(quantization_error.measure(params | {"embed": embed}, CONFIG, tokens, mask))).layer < 1e-6
     embed[3, 1] = np.inf
     with pytest.raises(InputError, match="the plain model's output is NaN or infinite, so there is no error to state"):
-        next(iter(measure.measure(params | {"embed": embed}, CONFIG, tokens, mask)))
+        next(iter(quantization_error.measure(params | {"embed": embed}, CONFIG, tokens, mask)))
 
 
 def test_the_table_has_every_form() -> None:
-    rows = measure.forms((1.0,), rotation=True)
+    rows = quantization_error.forms((1.0,), rotation=True)
     assert [row.name for row in rows if row.weights] == [
         "weights BF16",
         "weights FP8 blocks",
@@ -91,7 +91,7 @@ def test_the_table_has_every_form() -> None:
     ]
     assert {row.cache.latent for row in rows} == {"plain", "fp8_groups", "fp8_tensor"}
     assert {row.cache.index_keys for row in rows} == {"plain", "fp8", "fp8_rotated"}
-    assert len(measure.forms((1.0,), rotation=False)) == len(rows) - 1
+    assert len(quantization_error.forms((1.0,), rotation=False)) == len(rows) - 1
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_files_without_token_ids_are_refused(
     """Before any checkpoint is loaded, in a sentence that names the file."""
     path = tmp_path / "ids.npz"
     path.write_bytes(data)
-    monkeypatch.setattr("glm52_jax.precision.command._measured", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("glm52_jax.verification.precision_command._measured", lambda *_: pytest.fail("loaded"))
     result = CliRunner().invoke(precision, [str(folder), str(folder), "--tokens", str(path)])
     assert isinstance(result.exception, InputError), result.exception
     assert str(result.exception).startswith(f"{path}: {sentence}")
@@ -174,7 +174,7 @@ def test_files_with_token_ids_are_run(
 ) -> None:
     (tmp_path / "ids").write_bytes(data)
     seen = []
-    monkeypatch.setattr("glm52_jax.precision.command._measured", lambda *given: seen.append(given) or [])
+    monkeypatch.setattr("glm52_jax.verification.precision_command._measured", lambda *given: seen.append(given) or [])
     result = CliRunner().invoke(precision, [str(folder), "--tokens", str(tmp_path / "ids"), "--json"])
     assert result.exit_code == 0, result.output
     assert seen[0][2].dtype == np.int32

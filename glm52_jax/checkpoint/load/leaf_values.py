@@ -18,9 +18,9 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from glm52_jax.checkpoint.leaf_slices import Box, LeafForm, Range, Read, reads
-from glm52_jax.checkpoint.published import Stored
-from glm52_jax.checkpoint.safetensors_file import DTYPES, Entry
+from glm52_jax.checkpoint.formats.safetensors_file import DTYPES, Entry
+from glm52_jax.checkpoint.load.leaf_slices import Box, LeafForm, Range, Read, reads
+from glm52_jax.checkpoint.sources.published import Stored
 from glm52_jax.checkpoint.value_checks import Counts, cast, not_finite, refuse_scales
 from glm52_jax.params.quantization import dequantize_blocks
 

@@ -14,8 +14,8 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from glm52_jax.checkpoint.published import CODES, Contents, Stored
-from glm52_jax.checkpoint.safetensors_file import DTYPES, Entry, tensor_bytes
+from glm52_jax.checkpoint.formats.safetensors_file import DTYPES, Entry, tensor_bytes
+from glm52_jax.checkpoint.sources.published import CODES, Contents, Stored
 from glm52_jax.checkpoint.value_checks import Counts, cast, not_finite, refuse_scales
 from glm52_jax.params.spec import Tensor
 from sharding.errors import InputError

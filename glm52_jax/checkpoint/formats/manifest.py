@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from glm52_jax.checkpoint.safetensors_file import DTYPES, tensor_bytes
-from glm52_jax.checkpoint.store import STORED_TYPES
+from glm52_jax.checkpoint.formats.orbax_layout import STORED_TYPES
+from glm52_jax.checkpoint.formats.safetensors_file import DTYPES, tensor_bytes
 from glm52_jax.checkpoint.value_checks import Counts, sentences
 from glm52_jax.io.json_fields import read_json, shown
 from glm52_jax.io.unfinished import MANIFEST

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode  # pyrefly: ignore[missing-import]
 from transformers import GlmMoeDsaConfig  # pyrefly: ignore[missing-import]
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm  # pyrefly: ignore[missing-import]
 
-from glm52_jax.checkpoint.sources import Checkpoint
+from glm52_jax.checkpoint.sources.open_source import Checkpoint
 from glm52_jax.config import ModelConfig
 from glm52_jax.io.json_fields import read_json
 

@@ -18,12 +18,12 @@ import numpy as np
 
 from glm52_jax.cache.page_sharding import Places
 from glm52_jax.cache.paged_cache import Cache
-from glm52_jax.checkpoint.leaf_arrays import make_array
-from glm52_jax.checkpoint.leaf_slices import LeafForm
-from glm52_jax.checkpoint.leaf_values import Part, ValueReader, scales, weight
-from glm52_jax.checkpoint.published import CODES, Contents, Stored
-from glm52_jax.checkpoint.safetensors_file import DTYPES
-from glm52_jax.checkpoint.sources import Checkpoint
+from glm52_jax.checkpoint.formats.safetensors_file import DTYPES
+from glm52_jax.checkpoint.load.leaf_arrays import make_array
+from glm52_jax.checkpoint.load.leaf_slices import LeafForm
+from glm52_jax.checkpoint.load.leaf_values import Part, ValueReader, scales, weight
+from glm52_jax.checkpoint.sources.open_source import Checkpoint
+from glm52_jax.checkpoint.sources.published import CODES, Contents, Stored
 from glm52_jax.config import DENSE, FULL, ModelConfig
 from glm52_jax.kernels import resolve_backend
 from glm52_jax.kernels.index_scores.api import index_scores

@@ -7,10 +7,10 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from glm52_jax.checkpoint.published import CODES, Contents
-from glm52_jax.checkpoint.safetensors_file import DTYPES
-from glm52_jax.checkpoint.store import CHUNK_BYTES
-from glm52_jax.checkpoint.transform import Piece, Source, piece
+from glm52_jax.checkpoint.convert.transform import Piece, Source, piece
+from glm52_jax.checkpoint.formats.orbax_layout import CHUNK_BYTES
+from glm52_jax.checkpoint.formats.safetensors_file import DTYPES
+from glm52_jax.checkpoint.sources.published import CODES, Contents
 from glm52_jax.config import ModelConfig, QuantizationConfig
 from glm52_jax.config.config_json import DTYPE_FIELDS
 from sharding.errors import InputError

@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from glm52_jax.checkpoint.companions import is_companion
-from glm52_jax.checkpoint.published import INDEX_FILE, PublishedCheckpoint
+from glm52_jax.checkpoint.sources.published import INDEX_FILE, PublishedCheckpoint
+from glm52_jax.checkpoint.sources.sidecar_files import is_companion
 from glm52_jax.io.files import unwritable
 from sharding.errors import InputError
 

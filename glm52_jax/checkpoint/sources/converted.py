@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from glm52_jax.checkpoint.last_file import LastFile
-from glm52_jax.checkpoint.manifest import Manifest
-from glm52_jax.checkpoint.published import PublishedCheckpoint
-from glm52_jax.checkpoint.safetensors_file import DTYPES, Entry, mapped
-from glm52_jax.checkpoint.store import CHUNK_BYTES, PARAMS, Leaf, leaf_of, leaves, params_folder
+from glm52_jax.checkpoint.formats.manifest import Manifest
+from glm52_jax.checkpoint.formats.orbax_layout import CHUNK_BYTES, PARAMS, Leaf, leaf_of, leaves, params_folder
+from glm52_jax.checkpoint.formats.safetensors_file import DTYPES, Entry, mapped
+from glm52_jax.checkpoint.sources.file_reader import LastFile
+from glm52_jax.checkpoint.sources.published import PublishedCheckpoint
 from glm52_jax.config import ModelConfig
 from glm52_jax.io.files import dead_link, is_there
 from glm52_jax.io.json_fields import read_json

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from glm52_jax.checkpoint.published import INDEX_FILE, SINGLE_FILE, fused_name
-from glm52_jax.checkpoint.safetensors_file import DTYPES, tensor_bytes, write_safetensors
+from glm52_jax.checkpoint.formats.safetensors_file import DTYPES, tensor_bytes, write_safetensors
+from glm52_jax.checkpoint.sources.published import INDEX_FILE, SINGLE_FILE, fused_name
 from glm52_jax.checkpoint.value_checks import cast, refuse_scales
 from glm52_jax.config import ModelConfig
 from glm52_jax.io.files import is_there, reading, whole_file, writing

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from glm52_jax.checkpoint.safetensors_file import Entry, SafetensorsFile
+from glm52_jax.checkpoint.formats.safetensors_file import Entry, SafetensorsFile
 from glm52_jax.config import SHARED, ModelConfig
 from glm52_jax.io.files import dead_link
 from glm52_jax.io.json_fields import read_json, shown

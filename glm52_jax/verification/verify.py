@@ -14,17 +14,17 @@ from pathlib import Path
 
 import numpy as np
 
-from glm52_jax.checkpoint.converted import ConvertedCheckpoint
-from glm52_jax.checkpoint.manifest import sentences_of
-from glm52_jax.checkpoint.orbax_view import OrbaxView
-from glm52_jax.checkpoint.published import Contents
-from glm52_jax.checkpoint.safetensors_file import DTYPES
-from glm52_jax.checkpoint.settings import changes
-from glm52_jax.checkpoint.sources import Checkpoint
-from glm52_jax.checkpoint.store import params_folder
-from glm52_jax.checkpoint.transform import Output, Piece, Tally, piece, values
+from glm52_jax.checkpoint.convert.options import changes
+from glm52_jax.checkpoint.convert.transform import Output, Piece, Tally, piece, values
+from glm52_jax.checkpoint.formats.manifest import sentences_of
+from glm52_jax.checkpoint.formats.orbax_layout import params_folder
+from glm52_jax.checkpoint.formats.orbax_view import OrbaxView
+from glm52_jax.checkpoint.formats.safetensors_file import DTYPES
+from glm52_jax.checkpoint.journal.workers import Account, Meter, Pulse, run
+from glm52_jax.checkpoint.sources.converted import ConvertedCheckpoint
+from glm52_jax.checkpoint.sources.open_source import Checkpoint
+from glm52_jax.checkpoint.sources.published import Contents
 from glm52_jax.checkpoint.value_checks import Counts, sentences
-from glm52_jax.checkpoint.workers import Account, Meter, Pulse, run
 from glm52_jax.config import ModelConfig
 
 _UNIT_BYTES = 64 * 2**20

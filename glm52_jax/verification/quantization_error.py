@@ -22,8 +22,8 @@ import numpy as np
 from glm52_jax.cache.cache_format import PLAIN_CACHE, CacheFormat
 from glm52_jax.cache.page_sharding import Places
 from glm52_jax.cache.paged_cache import Cache
-from glm52_jax.checkpoint.load import load_params
-from glm52_jax.checkpoint.write import write_checkpoint
+from glm52_jax.checkpoint.export.write import write_checkpoint
+from glm52_jax.checkpoint.load.loader import load_params
 from glm52_jax.config import FULL, ModelConfig, QuantizationConfig
 from glm52_jax.kernels.lib.layers import Rotary, rms_norm
 from glm52_jax.model import embedding

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from glm52_jax.checkpoint.published import INDEX_FILE
+from glm52_jax.checkpoint.sources.published import INDEX_FILE
 from glm52_jax.io import files
 from glm52_jax.io.unfinished import MANIFEST
 

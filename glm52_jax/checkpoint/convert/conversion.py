@@ -19,16 +19,24 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from glm52_jax.checkpoint.companions import companions, small_files
-from glm52_jax.checkpoint.manifest import HEAD, MANIFEST, Manifest, Record, sentences_of
-from glm52_jax.checkpoint.orbax_view import OrbaxView
-from glm52_jax.checkpoint.settings import Settings, changes, checked, command_line, pieces, target_config, target_json
-from glm52_jax.checkpoint.sources import Checkpoint, open_checkpoint
-from glm52_jax.checkpoint.store import PARAMS, Leaf, leaf_of, leaves, params_folder, store_files
-from glm52_jax.checkpoint.transform import WORKER_BYTES, Output, Piece, Tally, values
+from glm52_jax.checkpoint.convert.options import (
+    Settings,
+    changes,
+    checked,
+    command_line,
+    pieces,
+    target_config,
+    target_json,
+)
+from glm52_jax.checkpoint.convert.transform import WORKER_BYTES, Output, Piece, Tally, values
+from glm52_jax.checkpoint.formats.manifest import HEAD, MANIFEST, Manifest, Record, sentences_of
+from glm52_jax.checkpoint.formats.orbax_layout import PARAMS, Leaf, leaf_of, leaves, params_folder, store_files
+from glm52_jax.checkpoint.formats.orbax_view import OrbaxView
+from glm52_jax.checkpoint.journal.journal import PART, Journal, WorkFolder
+from glm52_jax.checkpoint.journal.workers import Account, Meter, Pulse, run, unwritable
+from glm52_jax.checkpoint.sources.open_source import Checkpoint, open_checkpoint
+from glm52_jax.checkpoint.sources.sidecar_files import companions, small_files
 from glm52_jax.checkpoint.value_checks import Counts
-from glm52_jax.checkpoint.work_folder import PART, Journal, WorkFolder
-from glm52_jax.checkpoint.workers import Account, Meter, Pulse, run, unwritable
 from glm52_jax.config import ModelConfig
 from glm52_jax.inputs.sizes import short_size
 from glm52_jax.io import files

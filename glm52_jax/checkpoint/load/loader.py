@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from glm52_jax.checkpoint.leaf_arrays import make_array
-from glm52_jax.checkpoint.leaf_slices import LeafForm
-from glm52_jax.checkpoint.leaf_values import ValueReader, scales, weight
-from glm52_jax.checkpoint.published import Contents, PublishedCheckpoint, Stored
-from glm52_jax.checkpoint.safetensors_file import DTYPES
-from glm52_jax.checkpoint.sources import open_checkpoint
+from glm52_jax.checkpoint.formats.safetensors_file import DTYPES
+from glm52_jax.checkpoint.load.leaf_arrays import make_array
+from glm52_jax.checkpoint.load.leaf_slices import LeafForm
+from glm52_jax.checkpoint.load.leaf_values import ValueReader, scales, weight
+from glm52_jax.checkpoint.sources.open_source import open_checkpoint
+from glm52_jax.checkpoint.sources.published import Contents, PublishedCheckpoint, Stored
 from glm52_jax.checkpoint.value_checks import sentences
 from glm52_jax.config import ModelConfig
 from glm52_jax.params.axis_rules import check_rules

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from glm52_jax.checkpoint.safetensors_file import DTYPES, tensor_bytes
+from glm52_jax.checkpoint.formats.safetensors_file import DTYPES, tensor_bytes
 
 PARAMS = "params"
 CHUNK_BYTES = 64 * 2**20

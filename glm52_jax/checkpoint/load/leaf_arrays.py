@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from glm52_jax.checkpoint.leaf_slices import Box, box_of, box_shape
+from glm52_jax.checkpoint.load.leaf_slices import Box, box_of, box_shape
 
 STAGE_BYTES = 32 * 2**20
 """Bytes of a stage, of all shards of a process together; two stages are in memory, here and on the devices."""

@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Generator
 from pathlib import Path
 
-from glm52_jax.checkpoint.converted import ConvertedCheckpoint, is_converted
-from glm52_jax.checkpoint.last_file import LastFile
-from glm52_jax.checkpoint.published import PublishedCheckpoint
-from glm52_jax.checkpoint.remote import RemoteCheckpoint, open_remote, remote_url
+from glm52_jax.checkpoint.sources.converted import ConvertedCheckpoint, is_converted
+from glm52_jax.checkpoint.sources.file_reader import LastFile
+from glm52_jax.checkpoint.sources.published import PublishedCheckpoint
+from glm52_jax.checkpoint.sources.remote import RemoteCheckpoint, open_remote, remote_url
 from glm52_jax.io.unfinished import refuse_unfinished
 
 

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from glm52_jax.checkpoint.safetensors_file import DTYPES
-from glm52_jax.checkpoint.store import Leaf
+from glm52_jax.checkpoint.formats.orbax_layout import Leaf
+from glm52_jax.checkpoint.formats.safetensors_file import DTYPES
 
 _SECONDS = 600
 _LISTED = 3

@@ -13,17 +13,25 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from glm52_jax.checkpoint.companions import companions, small_files
-from glm52_jax.checkpoint.convert import config_text, memory_bound, refuse_nested, refuse_too_little_room
-from glm52_jax.checkpoint.converted import ConvertedCheckpoint
-from glm52_jax.checkpoint.published import CODES, INDEX_FILE, SINGLE_FILE, fused_name
-from glm52_jax.checkpoint.safetensors_file import DTYPES, SafetensorsFile, file_layout
-from glm52_jax.checkpoint.settings import Settings, changes, checked, command_line, pieces, target_config, target_json
-from glm52_jax.checkpoint.sources import Checkpoint, open_checkpoint
-from glm52_jax.checkpoint.transform import Piece, Tally, values
+from glm52_jax.checkpoint.convert.conversion import config_text, memory_bound, refuse_nested, refuse_too_little_room
+from glm52_jax.checkpoint.convert.options import (
+    Settings,
+    changes,
+    checked,
+    command_line,
+    pieces,
+    target_config,
+    target_json,
+)
+from glm52_jax.checkpoint.convert.transform import Piece, Tally, values
+from glm52_jax.checkpoint.formats.safetensors_file import DTYPES, SafetensorsFile, file_layout
+from glm52_jax.checkpoint.journal.journal import Journal, WorkFolder
+from glm52_jax.checkpoint.journal.workers import Account, Meter, Pulse, run, unwritable
+from glm52_jax.checkpoint.sources.converted import ConvertedCheckpoint
+from glm52_jax.checkpoint.sources.open_source import Checkpoint, open_checkpoint
+from glm52_jax.checkpoint.sources.published import CODES, INDEX_FILE, SINGLE_FILE, fused_name
+from glm52_jax.checkpoint.sources.sidecar_files import companions, small_files
 from glm52_jax.checkpoint.value_checks import Counts, sentences
-from glm52_jax.checkpoint.work_folder import Journal, WorkFolder
-from glm52_jax.checkpoint.workers import Account, Meter, Pulse, run, unwritable
 from glm52_jax.config import ModelConfig
 from glm52_jax.io import files
 from glm52_jax.io.json_fields import read_json

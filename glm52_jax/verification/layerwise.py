@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from glm52_jax.checkpoint.converted import ConvertedCheckpoint
-from glm52_jax.checkpoint.layer_stages import STAGES, Layers, Stages, held_bytes, layer_params
-from glm52_jax.checkpoint.published import Contents
-from glm52_jax.checkpoint.sources import Checkpoint
+from glm52_jax.checkpoint.sources.converted import ConvertedCheckpoint
+from glm52_jax.checkpoint.sources.open_source import Checkpoint
+from glm52_jax.checkpoint.sources.published import Contents
 from glm52_jax.config import SHARED, SPARSE, ModelConfig
 from glm52_jax.inputs.sizes import short_size
+from glm52_jax.verification.layer_stages import STAGES, Layers, Stages, held_bytes, layer_params
 from sharding.errors import InputError
 from sharding.jax_settings import under_own_settings
 
 if TYPE_CHECKING:
-    from glm52_jax.checkpoint.layer_reference import Reference
+    from glm52_jax.verification.layer_reference import Reference
 
 BOUND = 1e-4
 """What rounding may change a value by, of its own size and of the RMS of its token's values.
@@ -190,7 +190,7 @@ def compare(
 def reference(planned: Plan) -> Reference:
     """The side of `transformers`, whose weights are rounded as the conversion rounded those of the target."""
     try:
-        from glm52_jax.checkpoint.layer_reference import Form, Reference
+        from glm52_jax.verification.layer_reference import Form, Reference
     except ImportError as error:
         raise InputError(
             f"--layers compares with transformers, but {error.name} cannot be imported: pip install 'glm52-jax[oracle]'"

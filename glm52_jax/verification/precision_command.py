@@ -18,7 +18,7 @@ from glm52_jax.io.terminal import screen, spinner
 from sharding.errors import InputError
 
 if TYPE_CHECKING:
-    from glm52_jax.precision.measure import Error
+    from glm52_jax.verification.quantization_error import Error
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -70,8 +70,8 @@ def precision(
 
 
 def _measured(folder: Path, config: ModelConfig, tokens: np.ndarray, mask: np.ndarray, quiet: bool) -> list[Error]:
-    from glm52_jax.checkpoint.load import load_params
-    from glm52_jax.precision.measure import measure
+    from glm52_jax.checkpoint.load.loader import load_params
+    from glm52_jax.verification.quantization_error import measure
 
     notes = screen(stderr=True)
     params = load_params(folder, config, dtype="float32", fp8="dequantize")

@@ -1,0 +1,1 @@
+"""Writing the published layout: from any checkpoint, or from a parameter tree."""

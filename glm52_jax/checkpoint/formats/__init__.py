@@ -1,0 +1,1 @@
+"""On disk: safetensors files, and the Orbax layout with its manifest."""

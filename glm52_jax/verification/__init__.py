@@ -1,0 +1,1 @@
+"""Comparisons: a checkpoint with its source, a layer with `transformers`, quantised values with exact ones."""
