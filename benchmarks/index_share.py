@@ -16,9 +16,9 @@ from rich.table import Table
 
 from glm52_jax.config import FULL, load_config
 from glm52_jax.inputs.lengths import short_length
-from infer.plan.plan import Plan
-from infer.plan.request import request
-from infer.plan.stored import planned
+from infer.planning.request import request
+from infer.planning.slice_plan import Plan
+from infer.planning.stored_plans import planned
 
 BATCHES, CONTEXTS = (1, 64, 256), (32 * 1024, 128 * 1024, 1024 * 1024)
 FEW = 8

@@ -21,11 +21,11 @@ _PUBLIC = {
     "InputError": "sharding.errors",
     "ModelConfig": "glm52_jax.config",
     "forward": "glm52_jax.model.transformer",
-    "generate": "infer.generation",
+    "generate": "infer.generate",
     "init_params": "glm52_jax.params.init",
     "load_config": "glm52_jax.config",
     "load_params": "glm52_jax.checkpoint.load.loader",
-    "plan": "infer.plan.plan",
+    "plan": "infer.planning.plan",
     "trace": "glm52_jax.model.transformer",
 }
 

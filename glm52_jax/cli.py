@@ -25,7 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "export": ("glm52_jax.checkpoint.commands:export", "Converted checkpoint to the published layout again."),
     "generate": ("infer.commands.generate:generate", "Continue a prompt."),
     "inspect": ("glm52_jax.inspect.command:inspect", "Layer plan, parameters, bytes and FLOPs of a model."),
-    "plan": ("infer.plan.command:plan", "Compile a step for a slice of TPUs: does it fit, what binds it."),
+    "plan": ("infer.planning.command:plan", "Compile a step for a slice of TPUs: does it fit, what binds it."),
     "precision": (
         "glm52_jax.verification.precision_command:precision",
         "Error of the quantised forms on a checkpoint.",

@@ -19,7 +19,7 @@ from glm52_jax.cache.paged_cache import Cache
 from glm52_jax.config import ModelConfig
 from glm52_jax.model import mtp
 from glm52_jax.model.decoder_layer import Forms
-from infer.finite import finite, marked
+from infer.finite_check import finite, marked
 from infer.sampling import ACCEPT, DRAFT, SAMPLE, Sampling, draw, probabilities, uniform
 
 MAX_DRAFT_TOKENS = 7
@@ -105,7 +105,7 @@ def accept(
 
     Returns:
         tokens int32 `[batch, drafts + 1]`, of which the first `accepted + 1` count; accepted int32 `[batch]`. Where
-        logits are not finite no further draft stands, and the token is a mark, see `infer.finite`.
+        logits are not finite no further draft stands, and the token is a mark, see `infer.finite_check`.
     """
     whole = finite(logits)
     before = position[:, None] - 1 + jnp.arange(drafts.shape[1] + 1)

@@ -31,7 +31,7 @@ from glm52_jax.model.dispatch_policy import GATHER
 from glm52_jax.model.transformer import compute_dtype, extend, head
 from glm52_jax.params.axis_rules import check_rules
 from glm52_jax.params.sharding import batch_spec, param_specs
-from infer.finite import NOWHERE, finite, marked
+from infer.finite_check import NOWHERE, finite, marked
 from infer.sampling import Sampling, next_token
 from infer.speculative import MAX_DRAFT_TOKENS, Window, accept, draft
 from sharding.collectives import after, all_gather, index, psum
@@ -214,8 +214,8 @@ class StepProvider:
         where it is not in this chunk; the sampling. It returns the state and the token after each prompt that ended
         here, int32 `[batch]`.
 
-        Of every step, a token below zero says that the model's output was not finite, see `infer.finite`; of this one
-        also in rows whose prompt did not end here.
+        Of every step, a token below zero says that the model's output was not finite, see `infer.finite_check`; of this
+        one also in rows whose prompt did not end here.
         """
         chunk = jax.ShapeDtypeStruct((self.batch, self.chunk), jnp.int32)
         row = jax.ShapeDtypeStruct((self.batch,), jnp.int32)

@@ -118,7 +118,7 @@ def test_names_that_cannot_be_written(
         package("matplotlib")
     monkeypatch.setattr("glm52_jax.checkpoint.load.loader.load_with_report", lambda *_, **__: pytest.fail("loaded"))
     monkeypatch.setattr("infer.commands.demo._run", lambda *_: pytest.fail("begun"))
-    monkeypatch.setattr("infer.plan.command._made", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr("infer.planning.command._made", lambda *_: pytest.fail("compiled"))
     for kind in UNWRITABLE:
         for arguments in WRITING[command]:
             assert refused(arguments, checkpoint, NAMES[kind], capsys), kind

@@ -1,6 +1,6 @@
 """Cases of all kernels that work on the cache in one layer, at the numbers of pages and tokens that the engine chooses.
 
-A capacity is rounded to an eighth of a power of two and has room for drafts (`infer/generation.py`), a plan takes any,
+A capacity is rounded to an eighth of a power of two and has room for drafts (`infer/generate.py`), a plan takes any,
 and pages are dealt to devices: so a device may have any number of pages a sequence. A step takes one token, two to
 eight with drafts, or a chunk of any length. Most numbers of pages give a kernel the blocks that others give it, too:
 `classes` finds those that differ, by the rules of the blocks themselves. Up to 2,048 positions all of them do, since

@@ -24,7 +24,7 @@ from infer.commands.session import (
     sampling_options,
     stream_texts,
 )
-from infer.generation import Generation
+from infer.generate import Generation
 from sharding.errors import InputError
 from sharding.hosts.process_group import Hosts
 

@@ -33,7 +33,7 @@ from glm52_jax.params.init import init_params
 from glm52_jax.text import ChatFormat, Tokenizer, write_byte_tokenizer
 from glm52_jax.verification.verify import verify
 from infer.commands.session import figures_line
-from infer.generation import Generation, generate
+from infer.generate import Generation, generate
 from sharding.errors import InputError
 from sharding.jax_settings import start_devices
 

@@ -21,8 +21,8 @@ from glm52_jax.io.terminal import progress_bar, screen
 from glm52_jax.params.init import abstract_params
 from glm52_jax.text import StopStrings, Tokenizer, check_stops
 from infer.commands.on_hosts import choose_layout, fingerprint
-from infer.generation import STOP, Figures, Generation
-from infer.memory import refuse_too_large
+from infer.generate import STOP, Figures, Generation
+from infer.memory_check import refuse_too_large
 from infer.sampling import Sampling
 from infer.speculative import MAX_DRAFT_TOKENS
 from sharding.errors import InputError

@@ -18,7 +18,6 @@ from glm52_jax.config import BUILT_IN, FULL, SPARSE
 from glm52_jax.kernels.lib.selection import Selection
 from glm52_jax.kernels.router.rule import Rule
 from glm52_jax.params.quantization import BlockQuantized, quantize_blocks
-from infer.selftest.kernels import Case
 from infer.steps import StepProvider
 
 _LAYERS, _BATCH, _CAPACITY, _PAGE = 2, 2, 192, 64
@@ -297,3 +296,24 @@ CASES: dict[str, dict[str, Callable[[str], Case]]] = {
     "routed_experts": {kind: _routed_experts(kind) for kind in ("few experts", "one expert", "FP8")},
 }
 """Makers of the cases of each operation, by its function's name and the case's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Inputs of an operation, and how near its result must be.
+
+    Attributes:
+        name: what is special about them.
+        static: arguments by name that are no arrays.
+        arrays: in order, with NaN where nothing may be read.
+        clean: the same with zeros there.
+        bound: largest difference, as a part of the largest value of the reference; 0 for equal.
+        view: of a result, what counts.
+    """
+
+    name: str
+    static: dict[str, Any]
+    arrays: tuple[Any, ...]
+    clean: tuple[Any, ...]
+    bound: float = 0.0
+    view: Callable[[Any], Any] = lambda result: result

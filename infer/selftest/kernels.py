@@ -20,28 +20,8 @@ import numpy as np
 from glm52_jax import kernels as packages
 from glm52_jax.kernels import Target
 from infer.selftest.checks import Check, Found, Skip, Wrong
+from infer.selftest.kernel_cases import Case
 from infer.selftest.machine import Machine
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """Inputs of an operation, and how near its result must be.
-
-    Attributes:
-        name: what is special about them.
-        static: arguments by name that are no arrays.
-        arrays: in order, with NaN where nothing may be read.
-        clean: the same with zeros there.
-        bound: largest difference, as a part of the largest value of the reference; 0 for equal.
-        view: of a result, what counts.
-    """
-
-    name: str
-    static: dict[str, Any]
-    arrays: tuple[Any, ...]
-    clean: tuple[Any, ...]
-    bound: float = 0.0
-    view: Callable[[Any], Any] = lambda result: result
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from glm52_jax.cache.row_formats import parts_of
 from glm52_jax.config import BUILT_IN, DENSE, FULL, SHARED, SPARSE, ModelConfig
 from glm52_jax.params.init import abstract_params, build, leaf_of
 from glm52_jax.params.spec import Param
-from infer.plan.account import Account, account
+from infer.planning.memory_breakdown import Account, account
 from infer.selftest.checks import Check, Found, Once, Skip, Wrong
 from infer.selftest.machine import Machine, memory_limit
 from infer.steps import State, StepProvider
@@ -230,8 +230,8 @@ def _plan(machine: Machine, bench: Bench) -> Any:
     topology, size = machine.topology, bench.size
     if topology is None or size.layout is not machine.layout:
         return None
-    from infer.plan.plan import compile_plan
-    from infer.plan.request import Request
+    from infer.planning.request import Request
+    from infer.planning.slice_plan import compile_plan
 
     return compile_plan(Request(size.config, topology, size.layout, "decode", size.batch, size.context))
 

@@ -23,7 +23,7 @@ from glm52_jax.params.init import abstract_params, build, init_params, leaf_of
 from glm52_jax.params.quantization import BlockQuantized, quantize_blocks
 from glm52_jax.params.sharding import named, param_specs
 from glm52_jax.params.spec import Param
-from infer.generation import generate
+from infer.generate import generate
 from infer.selftest.checks import Check, Found, Once, Wrong
 from infer.selftest.machine import Machine
 from sharding.layout import Layout

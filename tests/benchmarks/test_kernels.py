@@ -11,7 +11,7 @@ from benchmarks.kernels.catalogue import SWEEP, Entry
 from benchmarks.kernels.figures import BYTES, COPIES, FLOPS, Figures
 from benchmarks.kernels.store import Store
 from benchmarks.kernels.work import Job
-from infer.generation import _rounded
+from infer.generate import _rounded
 from sharding.compiler.chips import CHIPS
 from sharding.errors import InputError
 

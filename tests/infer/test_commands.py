@@ -15,7 +15,7 @@ from glm52_jax.checkpoint.formats.safetensors_file import SafetensorsFile, write
 from glm52_jax.cli import glm52
 from glm52_jax.text import Tokenizer
 from infer.commands.session import Session, stream_texts
-from infer.generation import STOP, Generation, generate
+from infer.generate import STOP, Generation, generate
 from sharding.errors import InputError
 from tests.infer.conftest import CONFIG
 

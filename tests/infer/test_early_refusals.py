@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from glm52_jax.cli import glm52
-from infer import memory
+from infer import memory_check
 from infer.commands import session
 from sharding.errors import InputError
 
@@ -118,7 +118,7 @@ def test_what_one_command_is_asked(
 def test_what_can_never_fit(
     refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(memory, "_host_memory", lambda: 10**6)
+    monkeypatch.setattr(memory_check, "_host_memory", lambda: 10**6)
     sentence = refusal(unchanged, *command)
     assert "the weights take" in sentence
     assert "more than the 1.00 MB of memory that this host has" in sentence

@@ -11,7 +11,7 @@ import pytest
 from glm52_jax.cache.cache_format import CACHE_FORMATS
 from glm52_jax.config import ModelConfig
 from glm52_jax.params.init import leaf_of
-from infer.generation import Generation, generate
+from infer.generate import Generation, generate
 from infer.sampling import Sampling
 from infer.speculative import accept
 from infer.steps import StepProvider

@@ -15,7 +15,7 @@ from glm52_jax.config import ModelConfig
 from glm52_jax.model import mtp
 from glm52_jax.model.decoder_layer import Forms
 from glm52_jax.model.transformer import extend
-from infer.generation import LENGTH, STOP, Generation, generate
+from infer.generate import LENGTH, STOP, Generation, generate
 from infer.steps import StepProvider
 from sharding.errors import InputError
 from tests.model.cases import all_cases

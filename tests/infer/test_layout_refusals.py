@@ -16,8 +16,8 @@ from glm52_jax.checkpoint.load.loader import load_params
 from glm52_jax.cli import glm52
 from glm52_jax.params.axis_rules import DIVISIONS, check_rules
 from infer.commands.on_hosts import choose_layout
-from infer.generation import Generation
-from infer.plan.plan import request
+from infer.generate import Generation
+from infer.planning.plan import request
 from infer.selftest.machine import Machine
 from infer.steps import StepProvider
 from sharding.errors import InputError

@@ -10,12 +10,12 @@ import pytest
 from click.testing import CliRunner
 
 from glm52_jax.config import ModelConfig, QuantizationConfig, load_config
-from infer.plan import stored
-from infer.plan.command import plan
-from infer.plan.fit import largest_batch, largest_context
-from infer.plan.plan import Plan, analytic_plan, compile_plan
-from infer.plan.plan import plan as planned_from_python
-from infer.plan.request import Request, accounted, described, request
+from infer.planning import stored_plans
+from infer.planning.command import plan
+from infer.planning.fit import largest_batch, largest_context
+from infer.planning.plan import plan as planned_from_python
+from infer.planning.request import Request, accounted, described, request
+from infer.planning.slice_plan import Plan, analytic_plan, compile_plan
 from sharding.compiler import chips
 from sharding.errors import InputError
 from tests.kernels.quickly import quickly
@@ -107,9 +107,9 @@ def test_every_argument_is_checked_with_and_without_libtpu(
     def never(asked: Request, *_: Any) -> Plan:
         raise AssertionError("planned")
 
-    monkeypatch.setattr(stored, "_version", lambda name: "1" if compiler or name != "libtpu" else None)
-    monkeypatch.setattr(stored, "compile_plan", never)
-    monkeypatch.setattr(stored, "analytic_plan", never)
+    monkeypatch.setattr(stored_plans, "_version", lambda name: "1" if compiler or name != "libtpu" else None)
+    monkeypatch.setattr(stored_plans, "compile_plan", never)
+    monkeypatch.setattr(stored_plans, "analytic_plan", never)
     with pytest.raises(InputError) as error:
         planned_from_python(load_config("glm-5.2-fp8"), "v5p:4x4x4", **{"context": 32 * 1024} | options)
     assert sentence in str(error.value)
@@ -239,8 +239,8 @@ def test_the_account_is_the_compilers(changes: dict[str, Any]) -> None:
 
 
 def test_without_libtpu_the_account_is_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored, "_version", lambda name: None if name == "libtpu" else "1")
-    made = stored.planned(small())
+    monkeypatch.setattr(stored_plans, "_version", lambda name: None if name == "libtpu" else "1")
+    made = stored_plans.planned(small())
     assert not made.compiled
     assert "libtpu is not installed (pip install 'glm52-jax[plan]')" in made.warnings[0]
     result = invoke("glm-5.2-fp8", "--topology", "v5p:4x4x4", "--context", "32k")

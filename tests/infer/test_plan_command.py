@@ -9,12 +9,12 @@ import pytest
 from click.testing import CliRunner
 
 from glm52_jax.config import load_config
-from infer.plan import stored
-from infer.plan.command import plan
-from infer.plan.floors import Floor
-from infer.plan.plan import Plan, analytic_plan
-from infer.plan.request import Request, request
-from infer.plan.sweep import layouts, names
+from infer.planning import stored_plans
+from infer.planning.command import plan
+from infer.planning.lower_bounds import Floor
+from infer.planning.request import Request, request
+from infer.planning.slice_plan import Plan, analytic_plan
+from infer.planning.sweep import layouts, names
 from sharding.compiler import chips
 from sharding.compiler.topology import NoCompilerError, Topology
 from sharding.errors import InputError
@@ -53,8 +53,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
             made, compiled=True, seconds={"lower": 1.0, "compile": 31.0}, made="2026-11-30T12:00:00+00:00", **parts
         )
 
-    monkeypatch.setattr(stored, "_version", lambda name: "1")
-    monkeypatch.setattr(stored, "compile_plan", compile_plan)
+    monkeypatch.setattr(stored_plans, "_version", lambda name: "1")
+    monkeypatch.setattr(stored_plans, "compile_plan", compile_plan)
     return asked
 
 
@@ -178,8 +178,8 @@ def test_one_that_is_refused_does_not_end_a_sweep(compiler: bool, monkeypatch: p
             raise RuntimeError("no such topology\nat libtpu.cc")
         return analytic_plan(asked, "a test")
 
-    monkeypatch.setattr(stored, "_version", lambda name: "1" if compiler or name != "libtpu" else None)
-    monkeypatch.setattr(stored, "compile_plan", compile_plan)
+    monkeypatch.setattr(stored_plans, "_version", lambda name: "1" if compiler or name != "libtpu" else None)
+    monkeypatch.setattr(stored_plans, "compile_plan", compile_plan)
     arguments = ("glm-5.2-fp8", "--topology", "v5e:1x1,v5p:4x4x5,v6e:4x8,v6e:8x8", "--context", "32k", "--sweep")
     made = found(*arguments)
     planned = [one["request"]["topology"] for one in made if "refused" not in one]
@@ -245,14 +245,14 @@ def small(**changes: Any) -> Request:
 
 
 def test_plans_are_stored_by_what_they_are_made_of(compiled: list[Request], monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = stored.planned(small()), stored.planned(small())
+    first, second = stored_plans.planned(small()), stored_plans.planned(small())
     assert first == second
     assert (first.stored, second.stored) == (False, True)
     assert len(compiled) == 1
-    stored.planned(small(batch=128))
-    stored.planned(small(), fresh=True)
-    monkeypatch.setattr(stored, "_code", lambda: "other")
-    stored.planned(small())
+    stored_plans.planned(small(batch=128))
+    stored_plans.planned(small(), fresh=True)
+    monkeypatch.setattr(stored_plans, "_code", lambda: "other")
+    stored_plans.planned(small())
     assert len(compiled) == 4
 
 
@@ -264,11 +264,11 @@ def test_another_name_of_the_same_layout_is_the_same_plan(compiled: list[Request
         # A rule for an axis of one device divides nothing, and the order of rules is none of the program's.
         dataclasses.replace(Layout(expert=64).with_rules(embed=("tensor",)), rules=Layout().rules[::-1]),
     ]
-    made = [stored.planned(small(layout=layout)) for layout in same]
+    made = [stored_plans.planned(small(layout=layout)) for layout in same]
     assert len(compiled) == 1
     assert [one.request["layout"] for one in made] == ["expert=64", "data=1,expert=64,tensor=1", "mine", "custom"]
     for other in (small(layout="expert=32,tensor=2"), small(halves=True), small(batch=63), small(kv="fp8")):
-        stored.planned(other)
+        stored_plans.planned(other)
     assert len(compiled) == 5
 
 
@@ -326,10 +326,10 @@ def test_a_chip_that_the_compiler_lacks_is_accounted_for(monkeypatch: pytest.Mon
     def compile_plan(asked: Request) -> Plan:
         raise NoCompilerError("libtpu has no slice v9x:2x2x1")
 
-    monkeypatch.setattr(stored, "_version", lambda name: "1")
-    monkeypatch.setattr(stored, "compile_plan", compile_plan)
+    monkeypatch.setattr(stored_plans, "_version", lambda name: "1")
+    monkeypatch.setattr(stored_plans, "compile_plan", compile_plan)
     asked = request(SMALL, a_topology(name="v9x"), "expert=4", batch=4, context=1024)
-    made = stored.planned(asked)
+    made = stored_plans.planned(asked)
     assert (made.compiled, made.fits) == (False, True)
     assert "libtpu has no slice v9x:2x2x1; this is the account alone" in made.warnings[-1]
 

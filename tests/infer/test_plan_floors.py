@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from glm52_jax.config import load_config
-from infer.plan.floors import collectives, floors
-from infer.plan.request import Request, request
+from infer.planning.lower_bounds import collectives, floors
+from infer.planning.request import Request, request
 from sharding.compiler import chips
 from sharding.compiler.hlo.collectives import Collective
 from sharding.compiler.hlo.program import Program

@@ -7,8 +7,8 @@ import pytest
 
 from glm52_jax.cache.paged_cache import PAGE_SIZE
 from glm52_jax.config import DENSE, FULL, SHARED, SPARSE, ModelConfig, load_config
-from infer.plan.plan import Plan, compile_plan
-from infer.plan.request import request
+from infer.planning.request import request
+from infer.planning.slice_plan import Plan, compile_plan
 from tests.needs import needs_libtpu
 
 pytestmark = needs_libtpu

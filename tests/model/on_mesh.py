@@ -25,7 +25,7 @@ from glm52_jax.config import QuantizationConfig
 from glm52_jax.model.decoder_layer import Forms
 from glm52_jax.model.dispatch_policy import DispatchForm
 from glm52_jax.params.sharding import param_shardings
-from infer.generation import generate
+from infer.generate import generate
 from sharding.errors import InputError
 from sharding.layout import Layout
 from tests.model.cases import FORMS, ON_TPUS, all_cases, check, figures

@@ -30,7 +30,7 @@ from glm52_jax.config import ModelConfig, QuantizationConfig
 from glm52_jax.model.decoder_layer import Forms
 from glm52_jax.model.dispatch_policy import DispatchForm
 from glm52_jax.params.sharding import param_specs
-from infer.generation import generate
+from infer.generate import generate
 from infer.selftest.tiny_model import in_blocks
 from sharding.errors import InputError
 from sharding.layout import AXES, DEFAULT_RULES, Layout

@@ -22,7 +22,7 @@ from glm52_jax.inspect.account import index_key_bytes, latent_row_bytes
 from glm52_jax.kernels.cache_write.api import write_rows
 from glm52_jax.kernels.lib.layers import hadamard
 from glm52_jax.params.quantization import dequantize_groups, quantize_groups
-from infer.generation import generate
+from infer.generate import generate
 from infer.steps import StepProvider
 from sharding.errors import InputError
 from tests.model.cases import FORMS, figures

@@ -17,9 +17,9 @@ from glm52_jax.io.terminal import screen, spinner
 from sharding.errors import InputError
 
 if TYPE_CHECKING:
-    from infer.plan.plan import Plan
-    from infer.plan.request import Request
-    from infer.plan.sweep import Refused
+    from infer.planning.request import Request
+    from infer.planning.slice_plan import Plan
+    from infer.planning.sweep import Refused
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -90,12 +90,12 @@ def plan(
     options |= {"chunk": chunk} if step == "prefill" else {}
     options |= {"draft_tokens": draft_tokens} if step == "verify" else {}
     if plot:
-        from infer.plan.picture import check
+        from infer.planning.picture import check
 
         check(plot)
-    from infer.plan.report import ranked
-    from infer.plan.request import request
-    from infer.plan.sweep import each
+    from infer.planning.report import ranked
+    from infer.planning.request import request
+    from infer.planning.sweep import each
 
     asked, refused = each(
         _pairs(topology, layout, sweep=sweep),
@@ -113,7 +113,7 @@ def plan(
     made = [one for some in plans for one in some]
     made = ranked(made) if sweep else made
     if plot:
-        from infer.plan.picture import draw
+        from infer.planning.picture import draw
 
         draw(plot, made)
     if as_json:
@@ -126,7 +126,7 @@ def plan(
 
 def _pairs(topologies: Sequence[str], layouts: Sequence[str], *, sweep: bool) -> list[tuple[str, str]]:
     """Each slice with each layout."""
-    from infer.plan import sweep as several
+    from infer.planning import sweep as several
 
     if sweep:
         topologies, layouts = several.names(topologies), several.layouts(layouts)
@@ -139,7 +139,7 @@ def _pairs(topologies: Sequence[str], layouts: Sequence[str], *, sweep: bool) ->
 
 
 def _lists(layout: str) -> bool:
-    from infer.plan.sweep import layouts
+    from infer.planning.sweep import layouts
 
     return not layout.endswith(".toml") and len(layouts([layout])) > 1
 
@@ -151,7 +151,7 @@ def _note(refused: Sequence[Refused]) -> None:
 
 
 def _made(asked: Request, fresh: bool) -> Plan:
-    from infer.plan.stored import planned
+    from infer.planning.stored_plans import planned
 
     made = planned(asked, fresh=fresh, compiling=lambda: _compiling(asked))
     console = screen(stderr=True, soft_wrap=True)
@@ -177,13 +177,13 @@ def _compiling(asked: Request) -> Generator[None]:
 
 def _fitted(asked: Request, fresh: bool) -> list[Plan]:
     """The largest batch of a request, then its largest context."""
-    from infer.plan.fit import largest_batch, largest_context
+    from infer.planning.fit import largest_batch, largest_context
 
     return [largest(asked, lambda sized: _made(sized, fresh)).plan for largest in (largest_batch, largest_context)]
 
 
 def _print(made: list[Plan], refused: Sequence[Refused], *, table: bool) -> None:
-    from infer.plan.report import show, show_many
+    from infer.planning.report import show, show_many
 
     console = screen(width=160)
     if table:

@@ -10,7 +10,7 @@ import jax
 
 from glm52_jax.inputs.sizes import short_size
 from glm52_jax.params.sharding import param_specs
-from infer.plan.account import own_bytes
+from infer.planning.memory_breakdown import own_bytes
 from infer.selftest.machine import memory_limit
 from infer.steps import StepProvider
 from sharding.errors import InputError

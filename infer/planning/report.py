@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from glm52_jax.inputs.lengths import short_length
-from infer.plan.plan import Plan
-from infer.plan.sweep import Refused
+from infer.planning.slice_plan import Plan
+from infer.planning.sweep import Refused
 
 GIB = 2**30
 _WORDS = (

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from glm52_jax.io.files import check_file, whole_file, writing
-from infer.plan.plan import Plan
+from infer.planning.slice_plan import Plan
 from sharding.compiler.chips import GIB
 from sharding.errors import InputError
 

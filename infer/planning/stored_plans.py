@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from infer.plan.plan import Plan, analytic_plan, compile_plan
-from infer.plan.request import Request, accounted, described
+from infer.planning.request import Request, accounted, described
+from infer.planning.slice_plan import Plan, analytic_plan, compile_plan
 from sharding.compiler.topology import NoCompilerError
 
 NO_COMPILER = "libtpu is not installed (pip install 'glm52-jax[plan]')"

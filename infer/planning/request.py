@@ -14,7 +14,7 @@ from glm52_jax.config import FULL, ModelConfig
 from glm52_jax.inputs.values import number, whole_number
 from glm52_jax.kernels import resolve_backend
 from glm52_jax.params.init import abstract_params
-from infer.plan.account import Account, account, parameter_bytes
+from infer.planning.memory_breakdown import Account, account, parameter_bytes
 from infer.speculative import MAX_DRAFT_TOKENS
 from infer.steps import StepProvider
 from sharding.compiler.topology import Topology

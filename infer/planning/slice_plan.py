@@ -1,7 +1,7 @@
-"""`plan`: compiles a step of the full model for a slice of TPUs and says what the compiler made of it.
+"""`Plan`: what the compiler, or arithmetic alone, says of a step on a slice of TPUs.
 
-Times here are floors: what the work would take at least if one resource were used perfectly and nothing else took any
-time. None of them is a prediction.
+Times here are lower bounds: what the work would take at least if one resource were used perfectly and nothing else
+took any time. None of them is a prediction.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import jax
 
 from glm52_jax.config import FULL, SPARSE, ModelConfig
 from glm52_jax.params.init import abstract_params
-from infer.plan.account import Account
-from infer.plan.floors import Floor, collectives, floors
-from infer.plan.request import Request, accounted, described, request
+from infer.planning.lower_bounds import Floor, collectives, floors
+from infer.planning.memory_breakdown import Account
+from infer.planning.request import Request, accounted, described
 from sharding.errors import InputError
 from sharding.jax_settings import under_own_settings
-from sharding.layout import Layout
 
 LARGE = 64 * 10**6
 """Bytes from which on a copy or an array that every device has is worth a warning."""
+
+
 LARGEST_TEMPORARIES = 5
 
 
@@ -198,25 +199,3 @@ def _warnings(own: Account, compiled: Any) -> list[str]:
             "arguments"
         )
     return found
-
-
-def plan(
-    config: ModelConfig,
-    topology: str,
-    layout: str | Layout = "throughput",
-    step: str = "decode",
-    *,
-    batch: int = 1,
-    context: int = 128 * 1024,
-    **options: Any,
-) -> Plan:
-    """Whether and how a step of the model runs on a slice, by the TPU compiler; see `request` for the arguments.
-
-    Plans are kept on disk by what they are made of, and found again. Without libtpu the analytic account is given.
-
-    Raises:
-        InputError: as `request`.
-    """
-    from infer.plan.stored import planned
-
-    return planned(request(config, topology, layout, step, batch=batch, context=context, **options))

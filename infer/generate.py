@@ -18,7 +18,7 @@ from glm52_jax.config import ModelConfig
 from glm52_jax.inputs.values import seed_number, token_row, whole_number
 from glm52_jax.kernels import resolve_backend
 from glm52_jax.params.sharding import param_specs
-from infer.finite import check_choosing, refuse_marked
+from infer.finite_check import check_choosing, refuse_marked
 from infer.sampling import Sampling
 from infer.speculative import MAX_DRAFT_TOKENS
 from infer.steps import StepProvider

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from typing import Any
 
-from infer.plan.request import Request
+from infer.planning.request import Request
 from sharding.compiler.chips import Chip
 from sharding.compiler.hlo.collectives import Collective
 from sharding.compiler.hlo.program import Program

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from infer.plan.plan import Plan
-from infer.plan.request import Request, accounted
+from infer.planning.request import Request, accounted
+from infer.planning.slice_plan import Plan
 
 COMPILATIONS = 3
 _MARGIN = 0.98  # of the limit that the first guess fills
