@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import numpy as np
@@ -32,12 +32,21 @@ DEFAULT_RULES: Rules = (
     ("mlp", (TENSOR,)),
     ("vocab", (TENSOR,)),
     ("embed", ()),
-    ("index_heads", ()),
-    ("kv_lora", ()),
     ("layers", ()),
-    ("q_lora", ()),
-    ("router_experts", ()),
 )
+"""Rules of a layout that states none. A model declares its further names, see `declare_names`."""
+
+_declared: dict[str, None] = {}
+
+
+def declare_names(names: Iterable[str]) -> None:
+    """Adds logical names of a model to those that a layout knows; without a rule they are on every device."""
+    _declared.update(dict.fromkeys(names))
+
+
+def logical_names() -> tuple[str, ...]:
+    """All logical names that a rule may be for."""
+    return tuple({**dict(DEFAULT_RULES), **_declared})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,14 +105,15 @@ class Layout:
         """Mesh axes of a logical name, those of size one left out.
 
         Raises:
-            InputError: there is no rule for it.
+            InputError: there is no rule for it, and no model has declared it.
         """
         for known, axes in self.rules:
             if known == name:
                 return tuple(axis for axis in axes if self.size(axis) > 1)
-        raise InputError(
-            f"layout {self.name}: no rule for {name!r}, expected one of {', '.join(known for known, _ in self.rules)}"
-        )
+        if name in _declared:
+            return ()
+        names = {**dict(self.rules), **_declared}
+        raise InputError(f"layout {self.name}: no rule for {name!r}, expected one of {', '.join(names)}")
 
     def size(self, axes: str | Sequence[str]) -> int:
         """Devices along one mesh axis or several."""

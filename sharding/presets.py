@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sharding.errors import InputError
-from sharding.layout import AXES, DATA, DEFAULT_RULES, EXPERT, TENSOR, Layout, Rules
+from sharding.layout import AXES, DATA, DEFAULT_RULES, EXPERT, TENSOR, Layout, Rules, logical_names
 
 MOST_WIDTH_PARTS = 8
 """Largest `tensor` at which one expert's width is still divided; above, each expert is whole on one device."""
@@ -162,7 +162,7 @@ def _from_file(path: Path, slices: int) -> Layout:
 def _read_rules(path: Path, table: Any) -> dict[str, tuple[str, ...]]:
     if not isinstance(table, dict):
         raise InputError(f"layout file {path}: rules is {table!r}, expected a table from logical names to mesh axes")
-    names = [name for name, _ in DEFAULT_RULES]
+    names = logical_names()
     rules = {}
     for name, axes in table.items():
         if name not in names:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from sharding.errors import InputError
-from sharding.layout import Layout
+from sharding.layout import Layout, declare_names
 
 DIFFERENT = ("batch", "tokens")
 """Names along whose axes devices have different tokens; a decode step divides the first only."""
@@ -62,6 +62,12 @@ DIVISIONS: Mapping[str, Division] = MappingProxyType(
         "layers": Division(whole="every device runs all layers"),
     }
 )
+declare_names(DIVISIONS)
+
+
+def rules_of(layout: Layout) -> dict[str, tuple[str, ...]]:
+    """The mesh axes of every logical name as the layout states them, those of size one included."""
+    return {**dict.fromkeys(DIVISIONS, ()), **dict(layout.rules)}
 
 
 def check_rules(layout: Layout) -> None:

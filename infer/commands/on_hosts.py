@@ -57,6 +57,7 @@ def on_hosts(command: Callable[..., Any]) -> Callable[..., Any]:
             same=same,
             start_seconds=start_timeout,
             silence_seconds=host_timeout,
+            program="glm52",
         )
         with hosts, own_settings():
             start_devices()

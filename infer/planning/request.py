@@ -13,6 +13,7 @@ from glm52_jax.cache.cache_format import CACHE_FORMATS, CacheFormat
 from glm52_jax.config import FULL, ModelConfig
 from glm52_jax.inputs.values import number, whole_number
 from glm52_jax.kernels import resolve_backend
+from glm52_jax.params.axis_rules import rules_of
 from glm52_jax.params.init import abstract_params
 from infer.planning.memory_breakdown import Account, account, parameter_bytes
 from infer.speculative import MAX_DRAFT_TOKENS
@@ -106,7 +107,7 @@ class Request:
 
     def key(self) -> str:
         """A text that is the same for equal requests, whatever their layouts are called."""
-        rules = tuple((name, self.layout.axes_of(name)) for name, _ in sorted(self.layout.rules))
+        rules = tuple((name, self.layout.axes_of(name)) for name in sorted(rules_of(self.layout)))
         same = dataclasses.replace(self, layout=dataclasses.replace(self.layout, name="", rules=rules))
         return hashlib.sha256(repr(same).encode()).hexdigest()
 
@@ -257,7 +258,7 @@ def described(asked: Request) -> dict[str, Any]:
         "data": layout.data,
         "expert": layout.expert,
         "tensor": layout.tensor,
-        "rules": {name: list(axes) for name, axes in layout.rules},
+        "rules": {name: list(axes) for name, axes in rules_of(layout).items()},
         "step": asked.step,
         "batch": asked.batch,
         "sequences": asked.sequences,

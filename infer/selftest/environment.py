@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import jax
 
+from glm52_jax.params.axis_rules import rules_of
 from infer.selftest.checks import Check, Found, Skip, Wrong
 from infer.selftest.machine import Machine, memory_limit, slices_of
 
@@ -77,7 +78,7 @@ def _mesh(machine: Machine) -> Found:
         "layout": layout.name,
         **dict(machine.mesh.shape),
         "slices": layout.slices,
-        "rules": {name: list(axes) for name, axes in layout.rules},
+        "rules": {name: list(axes) for name, axes in rules_of(layout).items()},
         "placement": "plain",
         "device ids": [device.id for device in machine.devices],
     }

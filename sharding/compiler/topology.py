@@ -190,9 +190,7 @@ def _resized(layout: Layout, topology: Topology) -> str:
 def _devices(topology: Topology) -> tuple[Any, ...]:
     """The compiler's devices; loads libtpu when called for the first time."""
     if importlib.util.find_spec("libtpu") is None:
-        raise NoCompilerError(
-            "the TPU compiler (libtpu) is not installed, expected after `pip install 'glm52-jax[plan]'`"
-        )
+        raise NoCompilerError("the TPU compiler (libtpu) is not installed, expected after `pip install libtpu`")
     # libtpu would otherwise look for a metadata server, take a lock that a second process then fails on, and warn that
     # it does not know its host. Whoever set these on a real TPU host keeps them.
     for name, value in {

@@ -45,11 +45,11 @@ _REASON_SECONDS = 3.0
 _NO_PROXY = "no_grpc_proxy"
 
 VARIABLES = {
-    "coordinator": ("GLM52_COORDINATOR", "JAX_COORDINATOR_ADDRESS"),
-    "processes": ("GLM52_PROCESSES", "JAX_NUM_PROCESSES"),
-    "process": ("GLM52_PROCESS", "JAX_PROCESS_ID"),
+    "coordinator": "JAX_COORDINATOR_ADDRESS",
+    "processes": "JAX_NUM_PROCESSES",
+    "process": "JAX_PROCESS_ID",
 }
-"""Environment variables that stand for a flag; the first that is set counts."""
+"""JAX's environment variables that stand for a flag. Those of the program, such as NAME_PROCESS, come before them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,11 +169,12 @@ def join(
     same: Mapping[str, str] | None = None,
     start_seconds: float = START_SECONDS,
     silence_seconds: float = SILENCE_SECONDS,
+    program: str = "",
 ) -> Hosts:
     """Joins the other hosts, before JAX's devices are used; nothing on a single host.
 
-    What is None is read from `VARIABLES`, or, when nothing is stated at all, from the metadata of a TPU of several
-    hosts (Cloud TPU or GKE, slices of several too).
+    What is None is read from environment variables, see `VARIABLES`, or, when nothing is stated at all, from the
+    metadata of a TPU of several hosts (Cloud TPU or GKE, slices of several too).
 
     Args:
         coordinator: HOST:PORT of process 0, which all hosts reach; JAX's coordinator is reached there too.
@@ -181,17 +182,19 @@ def join(
         same: what must be equal on every host, by name; the versions of the packages are compared too.
         start_seconds: within which every host has come and its devices are up, by each process's own clock.
         silence_seconds: after which a host that gives no sign of life is lost.
+        program: Name of the program, for its environment variables and at the start of the last sentence.
 
     Raises:
         InputError: a flag is wrong or missing, or not every host came, or one has other flags; within `start_seconds`.
             After that the process is ended, with code 2 and a sentence on standard error, when another host is.
     """
-    global _current
+    global _current, _program
+    _program = program
     deadline = time.monotonic() + start_seconds
     for name, value in (("--start-timeout", start_seconds), ("--host-timeout", silence_seconds)):
         if not value > 0:
             raise InputError(f"{name} is {value:g}, expected a number of seconds above 0")
-    place = find_place(coordinator, processes, process, start_seconds)
+    place = find_place(coordinator, processes, process, start_seconds, program=program)
     if place is None or place.processes == 1:
         return ALONE
     if _current is not ALONE:
@@ -230,17 +233,26 @@ def join(
 
 
 def find_place(
-    coordinator: str | None, processes: int | None, process: int | None, start_seconds: float = START_SECONDS
+    coordinator: str | None,
+    processes: int | None,
+    process: int | None,
+    start_seconds: float = START_SECONDS,
+    *,
+    program: str = "",
 ) -> Place | None:
     """What flags, environment or TPU metadata say, in this order; None on a single host.
+
+    Args:
+        coordinator, processes, process, program: As for `join`.
+        start_seconds: Seconds within which the first host of a TPU has to be found.
 
     Raises:
         InputError: a part is missing, or no number.
     """
     stated: dict[str, Any] = {
-        "coordinator": coordinator or _variable("coordinator"),
-        "processes": _variable_number("processes") if processes is None else processes,
-        "process": _variable_number("process") if process is None else process,
+        "coordinator": coordinator or _variable("coordinator", program),
+        "processes": _variable_number("processes", program) if processes is None else processes,
+        "process": _variable_number("process", program) if process is None else process,
     }
     if all(value is None for value in stated.values()):
         return _from_metadata(start_seconds)
@@ -248,9 +260,10 @@ def find_place(
         return None
     missing = [name for name, value in stated.items() if value is None]
     if missing:
+        names = " or ".join(_variables(missing[0], program))
         raise InputError(
-            f"--{missing[0]} is not stated ({' or '.join(VARIABLES[missing[0]])} neither), expected --coordinator, "
-            "--processes and --process for several hosts"
+            f"--{missing[0]} is not stated ({names} neither), expected --coordinator, --processes and --process for "
+            "several hosts"
         )
     place = Place(**stated)
     if place.processes < 1:
@@ -262,14 +275,19 @@ def find_place(
     return place
 
 
-def _variable(field: str) -> str | None:
-    return next((os.environ[name] for name in VARIABLES[field] if os.environ.get(name)), None)
+def _variables(field: str, program: str) -> tuple[str, ...]:
+    own = (f"{program.upper()}_{field.upper()}",) if program else ()
+    return (*own, VARIABLES[field])
 
 
-def _variable_number(field: str) -> int | None:
-    text = _variable(field)
+def _variable(field: str, program: str) -> str | None:
+    return next((os.environ[name] for name in _variables(field, program) if os.environ.get(name)), None)
+
+
+def _variable_number(field: str, program: str) -> int | None:
+    text = _variable(field, program)
     if text is not None and not text.isdecimal():
-        name = next(name for name in VARIABLES[field] if os.environ.get(name))
+        name = next(name for name in _variables(field, program) if os.environ.get(name))
         raise InputError(f"the environment variable {name} is {text!r}, expected a number")
     return None if text is None else int(text)
 
@@ -366,12 +384,13 @@ def _end(sentence: str, board: Board | None = None) -> NoReturn:
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"glm52: {sentence}\n")
+        sys.stderr.write(f"{_program}: {sentence}\n" if _program else f"{sentence}\n")
     if board is not None:
         board.ended.wait(_BOARD_SECONDS)
     _exit(2)
 
 
+_program = ""
 _ending = threading.Lock()
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from sharding.errors import InputError
 
-FORM = "glm52 hosts 1"
+FORM = "hosts 1"
 """Said first on a connection, so that neither side takes another service for one of its own."""
 
 BEATS = 4

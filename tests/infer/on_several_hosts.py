@@ -148,7 +148,7 @@ def main() -> None:
     task, checkpoint, layout, start, silence = sys.argv[1:6]
     getattr(TASKS[task], "prepare", lambda: None)()
     try:
-        with process_group.join(start_seconds=float(start), silence_seconds=float(silence)) as here:
+        with process_group.join(start_seconds=float(start), silence_seconds=float(silence), program="glm52") as here:
             TASKS[task](here, checkpoint, layout if layout != "none" else None)
     except InputError as error:
         print(f"glm52: {error}", file=sys.stderr)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from glm52_jax.config import BUILT_IN
 from infer.commands import on_hosts
 from sharding.errors import InputError
 from sharding.hosts import process_group
-from sharding.hosts.process_group import ALONE, Place, find_place
+from sharding.hosts.process_group import ALONE, Place
 from sharding.layout import Layout
 from tests.quick_flags import with_devices
 
@@ -311,10 +312,13 @@ def test_a_host_too_many(checkpoint: Path) -> None:
 
 # Where the flags come from.
 
+find_place = partial(process_group.find_place, program="glm52")
+join = partial(process_group.join, program="glm52")
+
 
 def test_one_host_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert process_group.join() is ALONE
-    assert process_group.join(processes=1) is ALONE
+    assert join() is ALONE
+    assert join(processes=1) is ALONE
     assert find_place(None, None, None) is None
     monkeypatch.setenv("GLM52_PROCESSES", "1")
     assert find_place("somewhere:1", None, None) is None
@@ -361,9 +365,9 @@ def test_tpu_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (lambda: find_place("a:1", 2, 2), "--process is 2, expected 0 to 1, since --processes is 2"),
         (lambda: find_place("a:1", 0, 0), "--processes is 0, expected at least 1"),
-        (lambda: process_group.join("nowhere", 2, 1), "--coordinator is 'nowhere', expected HOST:PORT"),
-        (lambda: process_group.join("a:99999", 2, 1), "--coordinator is 'a:99999', expected HOST:PORT"),
-        (lambda: process_group.join(start_seconds=0), "--start-timeout is 0, expected a number of seconds above 0"),
+        (lambda: join("nowhere", 2, 1), "--coordinator is 'nowhere', expected HOST:PORT"),
+        (lambda: join("a:99999", 2, 1), "--coordinator is 'a:99999', expected HOST:PORT"),
+        (lambda: join(start_seconds=0), "--start-timeout is 0, expected a number of seconds above 0"),
     ],
 )
 def test_wrong_flags(call: Callable[[], object], sentence: str) -> None:

@@ -22,7 +22,7 @@ from infer.selftest.machine import Machine
 from infer.steps import StepProvider
 from sharding.errors import InputError
 from sharding.hosts.process_group import ALONE
-from sharding.layout import AXES, DEFAULT_RULES, Layout
+from sharding.layout import AXES, Layout, logical_names
 from sharding.presets import PRESETS
 from tests.infer.conftest import CONFIG
 
@@ -104,7 +104,7 @@ def test_right_rules_are_taken(eight: None, tmp_path: Path, rules: str) -> None:
 def layouts(draw: st.DrawFn) -> Layout:
     rules = draw(
         st.dictionaries(
-            st.sampled_from([name for name, _ in DEFAULT_RULES]),
+            st.sampled_from(logical_names()),
             st.lists(st.sampled_from(AXES), max_size=3, unique=True).map(tuple),
             max_size=3,
         )
@@ -140,7 +140,7 @@ def choose_layout_of(layout: Layout) -> None:
 
 
 def test_every_name_has_its_line_in_the_table() -> None:
-    assert sorted(DIVISIONS) == sorted(name for name, _ in DEFAULT_RULES)
+    assert sorted(DIVISIONS) == sorted(logical_names())
     assert all(bool(d.how) != bool(d.whole) for d in DIVISIONS.values())
 
 

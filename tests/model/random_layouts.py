@@ -33,7 +33,7 @@ from glm52_jax.params.sharding import param_specs
 from infer.generate import generate
 from infer.selftest.tiny_model import in_blocks
 from sharding.errors import InputError
-from sharding.layout import AXES, DEFAULT_RULES, Layout
+from sharding.layout import AXES, DEFAULT_RULES, Layout, logical_names
 from tests.model.cases import complaints, figures
 from tests.model.mesh_paths import MeshWalk, placed
 from tests.model.tiny import TinyCase, random_params, random_tokens, tiny, tiny_case
@@ -94,7 +94,7 @@ class Trial:
     @property
     def words(self) -> str:
         layout = self.layout
-        changed = {n: a for n, a in layout.rules if a != dict(DEFAULT_RULES)[n]}
+        changed = {n: a for n, a in layout.rules if a != dict(DEFAULT_RULES).get(n, ())}
         rest = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("layout", "form")}
         sizes = f"data {layout.data} x expert {layout.expert} x tensor {layout.tensor} ({layout.slices} slices)"
         return f"{sizes} {changed} {self.form.attention}-{self.form.selection} {rest}"
@@ -176,7 +176,7 @@ def draw(seed: int) -> Trial:
     rng = np.random.default_rng(seed)
     devices = int(rng.choice([1, 2, 4, 8], p=[0.02, 0.08, 0.2, 0.7]))
     sizes = _factors(rng, devices)
-    names = [name for name, _ in DEFAULT_RULES]
+    names = logical_names()
     # What cannot be divided is refused at once, so that those names are drawn less often.
     weight = np.array([0.25 if name in ("embed", "kv_lora", "q_lora", "layers") else 1.0 for name in names])
     changed = rng.choice(names, size=int(rng.integers(1, 4)), replace=False, p=weight / weight.sum())
