@@ -41,7 +41,7 @@ _declared: dict[str, None] = {}
 
 def declare_names(names: Iterable[str]) -> None:
     """Adds logical names of a model to those that a layout knows; without a rule they are on every device."""
-    _declared.update(dict.fromkeys(names))
+    _declared.update(dict.fromkeys(name for name in names if name not in dict(DEFAULT_RULES)))
 
 
 def logical_names() -> tuple[str, ...]:
