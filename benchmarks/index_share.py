@@ -16,9 +16,9 @@ from rich.table import Table
 
 from glm52_jax.config import FULL, load_config
 from glm52_jax.inputs.lengths import short_length
-from infer.planning.request import request
-from infer.planning.slice_plan import Plan
-from infer.planning.stored_plans import planned
+from infer.planning.request import plan_request
+from infer.planning.slice_plan import SlicePlan
+from infer.planning.stored_plans import stored_plan
 
 BATCHES, CONTEXTS = (1, 64, 256), (32 * 1024, 128 * 1024, 1024 * 1024)
 FEW = 8
@@ -51,14 +51,14 @@ def main() -> None:
         for context in CONTEXTS:
             # A few sequences leave most devices of a throughput layout without one.
             name = arguments.layout if batch > FEW else "long_context"
-            asked = request(released, arguments.topology, name, batch=batch, context=context)
-            same = request(everywhere, arguments.topology, asked.layout, batch=batch, context=context)
-            made = [planned(one) for one in (asked, same)]
+            asked = plan_request(released, arguments.topology, name, batch=batch, context=context)
+            same = plan_request(everywhere, arguments.topology, asked.layout, batch=batch, context=context)
+            made = [stored_plan(one) for one in (asked, same)]
             table.add_row(*_row(made, batch, context))
     console.print(table)
 
 
-def _row(made: list[Plan], batch: int, context: int) -> list[str]:
+def _row(made: list[SlicePlan], batch: int, context: int) -> list[str]:
     def both(value: object, digits: int = 2) -> str:
         return " / ".join(f"{value(plan):,.{digits}f}" for plan in made)  # type: ignore[operator]
 

@@ -30,7 +30,7 @@ from rich.table import Table
 from glm52_jax.checkpoint.export.write import write_checkpoint
 from glm52_jax.checkpoint.load.loader import load_params
 from glm52_jax.config import ModelConfig
-from glm52_jax.inspect.account import account
+from glm52_jax.inspect.account import model_breakdown
 from glm52_jax.params.init import init_params
 from infer.steps import StepProvider
 
@@ -195,7 +195,7 @@ def main() -> None:
         for batch in args.batch:
             results |= compare(folder, batch, args.rounds, console)
     peak = matmul_peak()
-    report = account(CONFIG, "benchmark", [PROMPT // 2, PROMPT]).as_json()
+    report = model_breakdown(CONFIG, "benchmark", [PROMPT // 2, PROMPT]).as_json()
     table = Table(
         title=f"{report['parameters']['total'] / 1e6:.0f}M parameters, {PROMPT}-token prompts, {os.cpu_count()} threads"
     )

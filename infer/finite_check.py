@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from glm52_jax.params.init import leaf_of
+from glm52_jax.params.init import leaf_at
 from glm52_jax.params.quantization import BlockQuantized
 from sharding.errors import InputError
 
@@ -27,17 +27,17 @@ _CHOOSING = ("indexer.q_b", "indexer.k", "indexer.k_norm", "indexer.k_norm_bias"
 _CHOOSING += ("moe.router", "moe.router_bias")
 
 
-def finite(values: jax.Array) -> jax.Array:
+def is_finite(values: jax.Array) -> jax.Array:
     """Whether all values of the last dimension are finite, bool `[...]`."""
     return jnp.all(jnp.isfinite(values), axis=-1)
 
 
-def marked(tokens: jax.Array, whole: jax.Array, positions: jax.Array, *, of_drafts: bool = False) -> jax.Array:
+def mark_not_finite(tokens: jax.Array, whole: jax.Array, positions: jax.Array, *, of_drafts: bool = False) -> jax.Array:
     """`tokens`; where `whole` is false, a negative number that says at which of `positions` values are not finite."""
     return jnp.where(whole, tokens, -1 - positions - (_OF_DRAFTS if of_drafts else 0))
 
 
-def refuse_marked(row: int, token: int, prompt_length: int) -> None:
+def refuse_not_finite(row: int, token: int, prompt_length: int) -> None:
     """Raises when a step answered with a mark in place of a token.
 
     Args:
@@ -58,13 +58,13 @@ def refuse_marked(row: int, token: int, prompt_length: int) -> None:
     )
 
 
-def check_choosing(params: dict[str, Any]) -> None:
+def check_selection_scores(params: dict[str, Any]) -> None:
     """Refuses NaN and infinity in weights that only choose positions or experts; all others show in the logits.
 
     Raises:
         InputError: naming the parameter and the first of its layers that holds such a value.
     """
-    held = {path: leaf for path in _CHOOSING if (leaf := leaf_of(params, path)) is not None}
+    held = {path: leaf for path in _CHOOSING if (leaf := leaf_at(params, path)) is not None}
     for path, whole in _whole_layers(held).items():
         layers = np.flatnonzero(~np.asarray(whole))
         if layers.size:

@@ -18,12 +18,12 @@ from glm52_jax.config import ModelConfig
 from glm52_jax.inputs.values import seed_number, token_row, whole_number
 from glm52_jax.kernels import resolve_backend
 from glm52_jax.params.sharding import param_specs
-from infer.finite_check import check_choosing, refuse_marked
+from infer.finite_check import check_selection_scores, refuse_not_finite
 from infer.sampling import Sampling
 from infer.speculative import MAX_DRAFT_TOKENS
 from infer.steps import StepProvider
 from sharding.errors import InputError
-from sharding.jax_settings import under_own_settings
+from sharding.jax_settings import with_project_settings
 from sharding.layout import SINGLE, Layout
 
 CHUNK = 512
@@ -33,7 +33,7 @@ STOP, LENGTH = "stop", "length"
 
 
 @dataclasses.dataclass
-class Figures:
+class GenerationStats:
     """What a generation took; seconds of the first step of a kind, which compiles it, are counted apart.
 
     Attributes:
@@ -139,7 +139,7 @@ class Generation:
         reasons: why each row ended, "stop" or "length"; None while it runs.
     """
 
-    @under_own_settings
+    @with_project_settings
     def __init__(
         self,
         params: dict[str, Any],
@@ -185,17 +185,17 @@ class Generation:
         )
         resolve_backend(backend, self.provider.platform, self.provider.kind)
         self.provider.state_shapes()
-        self.figures = Figures(accepted=[0] * draft_tokens)
+        self.stats = GenerationStats(accepted=[0] * draft_tokens)
         self.reasons: list[str | None] = [None] * len(self.prompts)
         self._made = [0] * len(self.prompts)
         self._timed: set[str] = set()
 
-    @under_own_settings
+    @with_project_settings
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         if not len(self.prompts) or not self.max_new_tokens:
             self.reasons = [LENGTH] * len(self.prompts)
             return
-        check_choosing(self.params)
+        check_selection_scores(self.params)
         state = self.provider.state()
         state, first = self._prefill(state)
         yield from self._emit(first[:, None], np.zeros(self._rows, np.int64))
@@ -204,7 +204,7 @@ class Generation:
         while None in self.reasons:
             active = np.array([reason is None for reason in self.reasons] + [False] * (self._rows - len(self.prompts)))
             start = time.perf_counter()
-            state, *found = step(self.params, state, *self.provider.placed("_decode", active, self.sampling))
+            state, *found = step(self.params, state, *self.provider.device_put_args("_decode", active, self.sampling))
             tokens, *counts = (np.asarray(f) for f in found)
             seconds = time.perf_counter() - start
             accepted = counts[0] if drafting else np.zeros(len(active), np.int64)
@@ -229,10 +229,12 @@ class Generation:
             last = np.where((lengths > begin) & (lengths <= begin + chunk), lengths - 1 - begin, -1).astype(np.int32)
             start = time.perf_counter()
             chunk_of = padded[:, columns], positions, padded[:, columns + 1]
-            state, token = step(self.params, state, *self.provider.placed("_prefill", *chunk_of, last, self.sampling))
+            state, token = step(
+                self.params, state, *self.provider.device_put_args("_prefill", *chunk_of, last, self.sampling)
+            )
             token = np.asarray(token)
             for row, prompt in enumerate(self.prompts):
-                refuse_marked(row, int(token[row]), len(prompt))
+                refuse_not_finite(row, int(token[row]), len(prompt))
             first = np.where(last >= 0, token, first)
             self._count_prefill(time.perf_counter() - start, int((positions >= 0).sum()))
         return state, first
@@ -244,7 +246,7 @@ class Generation:
                 continue
             new = []
             for token in tokens[row, : accepted[row] + 1].tolist():
-                refuse_marked(row, token, len(self.prompts[row]))
+                refuse_not_finite(row, token, len(self.prompts[row]))
                 if token in self.stop_ids:
                     self.reasons[row] = STOP
                     break
@@ -253,31 +255,31 @@ class Generation:
                     self.reasons[row] = LENGTH
                     break
             self._made[row] += len(new)
-            self.figures.new_tokens += len(new)
+            self.stats.new_tokens += len(new)
             yield row, new
 
     def _count_prefill(self, seconds: float, tokens: int) -> None:
-        self.figures.prompt_tokens += tokens
+        self.stats.prompt_tokens += tokens
         if self._first("prefill", seconds):
             return
-        self.figures.prefill_seconds += seconds
-        self.figures.prefill_tokens += tokens
+        self.stats.prefill_seconds += seconds
+        self.stats.prefill_tokens += tokens
 
     def _count_decode(self, seconds: float, active: np.ndarray, accepted: np.ndarray) -> None:
         for position in range(self.provider.draft_tokens):
-            self.figures.accepted[position] += int((accepted[active] > position).sum())
+            self.stats.accepted[position] += int((accepted[active] > position).sum())
         if self.provider.draft_tokens:
-            self.figures.rounds += int(active.sum())
+            self.stats.rounds += int(active.sum())
         if self._first("decode", seconds):
             return
-        self.figures.decode_seconds += seconds
-        self.figures.decode_tokens += int((accepted[active] + 1).sum())
+        self.stats.decode_seconds += seconds
+        self.stats.decode_tokens += int((accepted[active] + 1).sum())
 
     def _first(self, kind: str, seconds: float) -> bool:
         if kind in self._timed:
             return False
         self._timed.add(kind)
-        self.figures.compile_seconds += seconds
+        self.stats.compile_seconds += seconds
         return True
 
 

@@ -15,18 +15,18 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from glm52_jax.cache.paged_cache import Cache
+from glm52_jax.cache.paged_cache import PagedCache
 from glm52_jax.config import ModelConfig
 from glm52_jax.model import mtp
-from glm52_jax.model.decoder_layer import Forms
-from infer.finite_check import finite, marked
+from glm52_jax.model.decoder_layer import ExecutionPolicy
+from infer.finite_check import is_finite, mark_not_finite
 from infer.sampling import ACCEPT, DRAFT, SAMPLE, Sampling, draw, probabilities, uniform
 
 MAX_DRAFT_TOKENS = 7
 
 
 @flax.struct.dataclass
-class Window:
+class DraftWindow:
     """The tokens that the last step verified, not yet seen by the MTP layer; room for one more than there are drafts.
 
     Attributes:
@@ -40,7 +40,7 @@ class Window:
     positions: jax.Array
 
     @classmethod
-    def empty(cls, batch: int, room: int, width: int, dtype: jnp.dtype) -> Window:
+    def empty(cls, batch: int, room: int, width: int, dtype: jnp.dtype) -> DraftWindow:
         return cls(
             jnp.zeros((batch, room, width), dtype),
             jnp.zeros((batch, room), jnp.int32),
@@ -51,12 +51,12 @@ class Window:
 def draft(
     params: dict[str, Any],
     config: ModelConfig,
-    window: Window,
-    cache: Cache,
+    window: DraftWindow,
+    cache: PagedCache,
     count: int,
     sampling: Sampling | None,
-    forms: Forms,
-) -> tuple[jax.Array, jax.Array | None, jax.Array, Cache]:
+    policy: ExecutionPolicy,
+) -> tuple[jax.Array, jax.Array | None, jax.Array, PagedCache]:
     """A chain of `count` drafts a sequence.
 
     Returns:
@@ -64,7 +64,9 @@ def draft(
         greedy), whether all logits of a sequence's drafts were finite (bool `[batch]`), and the cache with the MTP
         layer's rows of the window.
     """
-    hidden, cache, selection = mtp.advance(params, config, window.hidden, window.tokens, window.positions, cache, forms)
+    hidden, cache, selection = mtp.mtp_layer(
+        params, config, window.hidden, window.tokens, window.positions, cache, policy
+    )
     last = jnp.maximum(jnp.sum(window.positions >= 0, axis=1) - 1, 0)
     state = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
     position = jnp.take_along_axis(window.positions, last[:, None], axis=1)
@@ -73,11 +75,11 @@ def draft(
     for step in range(count):
         if step:
             position = jnp.where(position >= 0, position + 1, -1)
-            state, cache, _ = mtp.advance(
-                params, config, state, drafts[-1][:, None], position, cache, forms, selection=shared
+            state, cache, _ = mtp.mtp_layer(
+                params, config, state, drafts[-1][:, None], position, cache, policy, selection=shared
             )
-        logits = mtp.logits(params, state[:, 0], forms.layout)
-        whole.append(finite(logits))
+        logits = mtp.mtp_logits(params, state[:, 0], policy.layout)
+        whole.append(is_finite(logits))
         if sampling is None:
             drafts.append(jnp.argmax(logits, axis=-1).astype(jnp.int32))
         else:
@@ -107,11 +109,11 @@ def accept(
         tokens int32 `[batch, drafts + 1]`, of which the first `accepted + 1` count; accepted int32 `[batch]`. Where
         logits are not finite no further draft stands, and the token is a mark, see `infer.finite_check`.
     """
-    whole = finite(logits)
+    whole = is_finite(logits)
     before = position[:, None] - 1 + jnp.arange(drafts.shape[1] + 1)
     if sampling is None or distributions is None:
         own = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return marked(own, whole, before), _leading((own[:, :-1] == drafts) & whole[:, :-1])
+        return mark_not_finite(own, whole, before), _leading((own[:, :-1] == drafts) & whole[:, :-1])
     count = drafts.shape[1]
     target = probabilities(logits, sampling)
     at_draft = jnp.take_along_axis(target[:, :-1], drafts[..., None], axis=-1)[..., 0]
@@ -126,7 +128,7 @@ def accept(
     residual = jnp.where(jnp.sum(residual, axis=-1, keepdims=True) > 0, residual, plain)
     own = draw(residual, sampling, position + accepted, SAMPLE)
     padded = jnp.pad(drafts, ((0, 0), (0, 1)))
-    own = marked(own[:, None], whole, before)
+    own = mark_not_finite(own[:, None], whole, before)
     return jnp.where(jnp.arange(count + 1) == accepted[:, None], own, padded), accepted
 
 

@@ -23,18 +23,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from glm52_jax.cache.cache_format import PLAIN_CACHE, CacheFormat
 from glm52_jax.cache.page_sharding import cache_specs
-from glm52_jax.cache.paged_cache import PAGE_SIZE, Cache
+from glm52_jax.cache.paged_cache import PAGE_SIZE, PagedCache
 from glm52_jax.config import ModelConfig
 from glm52_jax.model import mtp
-from glm52_jax.model.decoder_layer import Forms
+from glm52_jax.model.decoder_layer import ExecutionPolicy
 from glm52_jax.model.dispatch_policy import GATHER
-from glm52_jax.model.transformer import compute_dtype, extend, head
+from glm52_jax.model.transformer import compute_dtype, extend, model_logits
 from glm52_jax.params.axis_rules import check_rules
 from glm52_jax.params.sharding import batch_spec, param_specs
-from infer.finite_check import NOWHERE, finite, marked
+from infer.finite_check import NOWHERE, is_finite, mark_not_finite
 from infer.sampling import Sampling, next_token
-from infer.speculative import MAX_DRAFT_TOKENS, Window, accept, draft
-from sharding.collectives import after, all_gather, index, psum
+from infer.speculative import MAX_DRAFT_TOKENS, DraftWindow, accept, draft
+from sharding.collectives import all_gather, axis_index, order_after, psum
 from sharding.errors import InputError
 from sharding.exchange import OVERLAP_OPTIONS
 from sharding.hosts import process_group
@@ -54,10 +54,10 @@ class State:
         window: what the MTP layer has not seen yet; None without drafts.
     """
 
-    cache: Cache
+    cache: PagedCache
     token: jax.Array
     position: jax.Array
-    window: Window | None
+    window: DraftWindow | None
 
 
 _agreed: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -111,7 +111,7 @@ class StepProvider:
         layout: how the step is divided over the devices of `mesh`; its batch axes divide `batch`. Rules under which the
             step would not compute what one device does are refused, see `axis_rules`.
         mesh: of the layout's devices; None for one device, JAX's first. A plan for one device has a mesh of it.
-        halves: exchange rows with experts in two halves, see `Forms.halves`.
+        halves: exchange rows with experts in two halves, see `ExecutionPolicy.overlap`.
     """
 
     config: ModelConfig
@@ -126,7 +126,7 @@ class StepProvider:
     cache_format: CacheFormat = PLAIN_CACHE
     layout: Layout = SINGLE
     mesh: Mesh | None = None
-    halves: bool = False
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         check_rules(self.layout)
@@ -186,7 +186,7 @@ class StepProvider:
         room, batch = self.draft_tokens + 1, self.batch // self.layout.parts("batch")
         return State(
             # Drafts of a sequence at its end reach past its last token.
-            cache=Cache.create(
+            cache=PagedCache.create(
                 self._cached,
                 batch,
                 self.capacity + self.draft_tokens,
@@ -197,7 +197,7 @@ class StepProvider:
             ),
             token=jnp.zeros(batch, jnp.int32),
             position=jnp.full(batch, -1, jnp.int32),
-            window=Window.empty(batch, room, self.config.hidden_size, self.dtype) if self.draft_tokens else None,
+            window=DraftWindow.empty(batch, room, self.config.hidden_size, self.dtype) if self.draft_tokens else None,
         )
 
     def state_specs(self) -> State:
@@ -267,7 +267,7 @@ class StepProvider:
         specs = [batch_spec(self.layout, *(("tokens",) if name in chunk else ())) for name in arguments]
         return (param_specs(params, self.config, self.layout, self.mesh), self.state_specs(), *specs)
 
-    def placed(self, method: str, *values: Any) -> tuple[Any, ...]:
+    def device_put_args(self, method: str, *values: Any) -> tuple[Any, ...]:
         """Arrays of the host, which every process has whole, where a step wants them: its arguments after the state."""
         if self.mesh is None:
             return values
@@ -332,16 +332,16 @@ class StepProvider:
         """One of them."""
         return self.mesh.devices.flat[0] if self.mesh is not None else jax.devices()[0]
 
-    def _forms(self, tokens: int, layout: Layout) -> Forms:
-        best = Forms.best(tokens, platform=self.platform, kind=self.kind, backend=self.backend, layout=layout)
+    def _forms(self, tokens: int, layout: Layout) -> ExecutionPolicy:
+        best = ExecutionPolicy.best(tokens, platform=self.platform, kind=self.kind, backend=self.backend, layout=layout)
         dispatch = GATHER if self.kind in _WITHOUT_RAGGED else None
         best = best.for_cache(self.config, jax.eval_shape(self.own_state).cache, tokens)
-        return dataclasses.replace(best, halves=self.halves, dispatch=dispatch)
+        return dataclasses.replace(best, overlap=self.overlap, dispatch=dispatch)
 
     @property
     def compiler_options(self) -> dict[str, Any] | None:
         """What the compiler of the devices has to be told for the step."""
-        return dict(OVERLAP_OPTIONS) if self.halves and self.platform == "tpu" else None
+        return dict(OVERLAP_OPTIONS) if self.overlap and self.platform == "tpu" else None
 
     @property
     def _undivided(self) -> Layout:
@@ -363,30 +363,30 @@ class StepProvider:
         sampling: Sampling | None,
     ) -> tuple[State, jax.Array]:
         layout, width = self.layout, tokens.shape[1]
-        forms = self._forms(self.chunk, layout)
-        hidden, cache, _ = extend(params, self._cached, tokens, positions, state.cache, forms)
+        policy = self._forms(self.chunk, layout)
+        hidden, cache, _ = extend(params, self._cached, tokens, positions, state.cache, policy)
         ended = last >= 0
-        positions, last = after(layout, (positions, last), hidden)
+        positions, last = order_after(layout, (positions, last), hidden)
         # One of the devices along `tokens` has the last token of a prompt; the others add zero.
-        column = jnp.maximum(last, 0) - index(layout, layout.axes_of("tokens")) * width
+        column = jnp.maximum(last, 0) - axis_index(layout, layout.axes_of("tokens")) * width
         mine = (column >= 0) & (column < width)
         column = jnp.clip(column, 0, width - 1)[:, None]
         final = jnp.where(mine[:, None, None], jnp.take_along_axis(hidden, column[..., None], axis=1), 0)
         final = psum(layout, final, layout.axes_of("tokens"))
         end = jnp.where(mine, jnp.take_along_axis(positions, column, axis=1)[:, 0], 0)
         end = psum(layout, end, layout.axes_of("tokens"))
-        logits = head(params, final[:, 0], self._undivided)
+        logits = model_logits(params, final[:, 0], self._undivided)
         token = next_token(logits, sampling, end + 1)
         # The last logits need not show what is wrong further ahead: a position that is NaN may just not be selected.
-        wrong = jnp.where((positions >= 0) & ~finite(hidden), positions, NOWHERE)
+        wrong = jnp.where((positions >= 0) & ~is_finite(hidden), positions, NOWHERE)
         wrong = jnp.min(all_gather(layout, wrong, layout.axes_of("tokens"), 1), axis=1)
-        wrong = jnp.minimum(wrong, jnp.where(ended & ~finite(logits), end, NOWHERE))
+        wrong = jnp.minimum(wrong, jnp.where(ended & ~is_finite(logits), end, NOWHERE))
         window = state.window
         if window is not None:
             known = jnp.where(next_tokens >= 0, positions, -1)
-            next_tokens, known = after(layout, (next_tokens, known), token)
-            _, cache, _ = mtp.advance(params, self._cached, hidden, next_tokens, known, cache, forms)
-            window = Window(
+            next_tokens, known = order_after(layout, (next_tokens, known), token)
+            _, cache, _ = mtp.mtp_layer(params, self._cached, hidden, next_tokens, known, cache, policy)
+            window = DraftWindow(
                 hidden=jnp.where(ended[:, None, None], window.hidden.at[:, :1].set(final), window.hidden),
                 tokens=jnp.where(ended[:, None], window.tokens.at[:, 0].set(token), window.tokens),
                 positions=jnp.where(ended[:, None], window.positions.at[:, 0].set(end), window.positions),
@@ -397,14 +397,14 @@ class StepProvider:
             position=jnp.where(ended, end + 1, state.position),
             window=window,
         )
-        return state, self._everyones(marked(token, wrong == NOWHERE, wrong))
+        return state, self._everyones(mark_not_finite(token, wrong == NOWHERE, wrong))
 
     def _decode(
         self, params: dict[str, Any], state: State, active: jax.Array, sampling: Sampling | None
     ) -> tuple[State, jax.Array]:
-        positions, forms = jnp.where(active, state.position, -1), self._forms(1, self._undivided)
-        hidden, cache, _ = extend(params, self._cached, state.token[:, None], positions[:, None], state.cache, forms)
-        logits, position = head(params, hidden[:, 0], forms.layout), state.position
+        positions, policy = jnp.where(active, state.position, -1), self._forms(1, self._undivided)
+        hidden, cache, _ = extend(params, self._cached, state.token[:, None], positions[:, None], state.cache, policy)
+        logits, position = model_logits(params, hidden[:, 0], policy.layout), state.position
         token = next_token(logits, sampling, position + 1)
         state = State(
             cache=cache,
@@ -412,31 +412,33 @@ class StepProvider:
             position=jnp.where(active, position + 1, position),
             window=state.window,
         )
-        return state, self._everyones(marked(token, finite(logits), position))
+        return state, self._everyones(mark_not_finite(token, is_finite(logits), position))
 
     def _verify(
         self, params: dict[str, Any], state: State, active: jax.Array, sampling: Sampling | None
     ) -> tuple[State, jax.Array, jax.Array]:
         assert state.window is not None
         room = self.draft_tokens + 1
-        forms = self._forms(room, self._undivided)
+        policy = self._forms(room, self._undivided)
         window = dataclasses.replace(state.window, positions=jnp.where(active[:, None], state.window.positions, -1))
         drafts, distributions, whole, cache = draft(
-            params, self._cached, window, state.cache, self.draft_tokens, sampling, forms
+            params, self._cached, window, state.cache, self.draft_tokens, sampling, policy
         )
         tokens = jnp.concatenate([state.token[:, None], drafts], axis=1)
         positions = jnp.where(active[:, None], state.position[:, None] + jnp.arange(room), -1)
-        hidden, cache, _ = extend(params, self._cached, tokens, positions, cache, forms)
-        own, accepted = accept(head(params, hidden, forms.layout), drafts, distributions, sampling, state.position + 1)
+        hidden, cache, _ = extend(params, self._cached, tokens, positions, cache, policy)
+        own, accepted = accept(
+            model_logits(params, hidden, policy.layout), drafts, distributions, sampling, state.position + 1
+        )
         # Drafts of a broken MTP layer would only be refused one after another, so the text would not show them.
-        shown = jnp.where(own < 0, own, marked(own, whole[:, None], state.position[:, None], of_drafts=True))
+        shown = jnp.where(own < 0, own, mark_not_finite(own, whole[:, None], state.position[:, None], of_drafts=True))
         kept = jnp.arange(room) <= accepted[:, None]
         newest = jnp.take_along_axis(own, accepted[:, None], axis=1)[:, 0]
         state = State(
             cache=cache,
             token=jnp.where(active, newest, state.token),
             position=jnp.where(active, state.position + accepted + 1, state.position),
-            window=Window(hidden=hidden, tokens=own, positions=jnp.where(kept, positions, -1)),
+            window=DraftWindow(hidden=hidden, tokens=own, positions=jnp.where(kept, positions, -1)),
         )
         return state, self._everyones(shown), self._everyones(accepted)
 

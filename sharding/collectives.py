@@ -17,48 +17,48 @@ Axes = str | Sequence[str]
 Tree = TypeVar("Tree")
 
 
-def live(layout: Layout, axes: Axes) -> tuple[str, ...]:
+def nontrivial_axes(layout: Layout, axes: Axes) -> tuple[str, ...]:
     """The axes that have more than one device."""
     return tuple(axis for axis in ([axes] if isinstance(axes, str) else axes) if layout.size(axis) > 1)
 
 
-def index(layout: Layout, axes: Axes) -> jax.Array | int:
+def axis_index(layout: Layout, axes: Axes) -> jax.Array | int:
     """This device's number along the axes, the first of them outermost."""
-    there = live(layout, axes)
+    there = nontrivial_axes(layout, axes)
     return jax.lax.axis_index(there) if there else 0
 
 
 def psum(layout: Layout, x: jax.Array, axes: Axes) -> jax.Array:
     """The sum over the devices along the axes."""
-    there = live(layout, axes)
+    there = nontrivial_axes(layout, axes)
     return jax.lax.psum(x, there) if there else x
 
 
 def pmax(layout: Layout, x: jax.Array, axes: Axes) -> jax.Array:
     """The largest value over the devices along the axes."""
-    there = live(layout, axes)
+    there = nontrivial_axes(layout, axes)
     return jax.lax.pmax(x, there) if there else x
 
 
 def all_gather(layout: Layout, x: jax.Array, axes: Axes, dimension: int = 0) -> jax.Array:
     """The arrays of all devices along the axes, joined along a dimension in the order of the devices."""
-    there = live(layout, axes)
+    there = nontrivial_axes(layout, axes)
     return jax.lax.all_gather(x, there, axis=dimension, tiled=True) if there else x
 
 
 def psum_scatter(layout: Layout, x: jax.Array, axes: Axes, dimension: int = 0) -> jax.Array:
     """The sum over the devices, of which each keeps its own part of a dimension; inverse of `all_gather`."""
-    there = live(layout, axes)
+    there = nontrivial_axes(layout, axes)
     return jax.lax.psum_scatter(x, there, scatter_dimension=dimension, tiled=True) if there else x
 
 
-def own_part(layout: Layout, x: jax.Array, axes: Axes, dimension: int = 0) -> jax.Array:
+def local_shard(layout: Layout, x: jax.Array, axes: Axes, dimension: int = 0) -> jax.Array:
     """This device's part of an array that all of them have."""
-    there = live(layout, axes)
+    there = nontrivial_axes(layout, axes)
     if not there:
         return x
     size = x.shape[dimension] // layout.size(there)
-    return jax.lax.dynamic_slice_in_dim(x, index(layout, there) * size, size, dimension)
+    return jax.lax.dynamic_slice_in_dim(x, axis_index(layout, there) * size, size, dimension)
 
 
 def all_to_all(layout: Layout, x: jax.Array, axes: Axes) -> jax.Array:
@@ -67,11 +67,11 @@ def all_to_all(layout: Layout, x: jax.Array, axes: Axes) -> jax.Array:
     Args:
         x: `[devices, ...]`.
     """
-    there = live(layout, axes)
+    there = nontrivial_axes(layout, axes)
     return jax.lax.all_to_all(x, there, 0, 0, tiled=True) if there else jnp.asarray(x)
 
 
-def after(layout: Layout, x: Tree, first: Any) -> Tree:
+def order_after(layout: Layout, x: Tree, first: Any) -> Tree:
     """`x`, on CPUs not before `first` is there.
 
     XLA for CPUs knows collectives of one kind and group by one key, and keeps only those in order that are in one

@@ -19,12 +19,12 @@ from sharding.layout import DATA, Layout
 
 Array = TypeVar("Array", jax.Array, np.ndarray)
 
-TRANSPORTS = ("ragged", "padded")
+EXCHANGE_IMPLEMENTATIONS = ("ragged", "padded")
 OVERLAP_OPTIONS = {"xla_tpu_enable_async_ragged_all_to_all": True}
 """Compiler options with which a TPU computes while rows travel (libtpu 0.0.42); without them it waits."""
 
 
-def resolve_transport(name: str | None, platform: str) -> str:
+def resolve_exchange(name: str | None, platform: str) -> str:
     """How rows are exchanged, decided once when a step is built.
 
     Args:
@@ -33,15 +33,15 @@ def resolve_transport(name: str | None, platform: str) -> str:
     """
     if name is None:
         return "padded" if platform == "cpu" else "ragged"
-    if name not in TRANSPORTS:
-        raise InputError(f"exchange of rows: {name!r} is not one of {', '.join(TRANSPORTS)}")
+    if name not in EXCHANGE_IMPLEMENTATIONS:
+        raise InputError(f"exchange of rows: {name!r} is not one of {', '.join(EXCHANGE_IMPLEMENTATIONS)}")
     return name
 
 
 # Offset arithmetic.
 
 
-class Window(NamedTuple):
+class ExchangeRound(NamedTuple):
     """What one device sends and receives in one exchange, int32 `[devices]` each; see `jax.lax.ragged_all_to_all`.
 
     Attributes:
@@ -67,7 +67,7 @@ def rounds_needed(counts: Array, capacity: int) -> Any:
     return (-(-counts.sum(0) // capacity)).max()
 
 
-def round_windows(counts: Array, device: Any, capacity: int, number: Any) -> tuple[Window, Window]:
+def round_windows(counts: Array, device: Any, capacity: int, number: Any) -> tuple[ExchangeRound, ExchangeRound]:
     """What a device exchanges in one round, there and back.
 
     A receiver counts its rows through, source by source; round r takes rows `r * capacity` to `(r + 1) * capacity` of
@@ -87,12 +87,12 @@ def round_windows(counts: Array, device: Any, capacity: int, number: Any) -> tup
     sizes = high - low
     kept = at_source + low
     buffered = xp.where(sizes > 0, at_receiver + low - number * capacity, 0)
-    there = Window(kept[device], sizes[device], buffered[device], sizes[:, device])
-    back = Window(buffered[:, device], sizes[:, device], kept[:, device], sizes[device])
+    there = ExchangeRound(kept[device], sizes[device], buffered[device], sizes[:, device])
+    back = ExchangeRound(buffered[:, device], sizes[:, device], kept[:, device], sizes[device])
     return there, back
 
 
-class Sending(NamedTuple):
+class OutgoingRows(NamedTuple):
     """The rows that a device sends, each token once to a destination, sorted by destination and then by token.
 
     Attributes:
@@ -107,7 +107,7 @@ class Sending(NamedTuple):
     counts: Any
 
 
-def rows_to_send(destinations: Array, count: int) -> Sending:
+def rows_to_send(destinations: Array, count: int) -> OutgoingRows:
     """Sorts tokens by the devices that they go to.
 
     Args:
@@ -126,13 +126,13 @@ def rows_to_send(destinations: Array, count: int) -> Sending:
     rows = order[: tokens * min(k, count)]
     row_of = xp.where(key < count, xp.argsort(order).astype(xp.int32), -1).reshape(tokens, k)
     counts = (key[:, None] == xp.arange(count)).sum(0, dtype=xp.int32)
-    return Sending(rows // k, row_of, counts)
+    return OutgoingRows(rows // k, row_of, counts)
 
 
 # The devices of an exchange, and the exchange.
 
 
-def as_pieces(x: jax.Array) -> jax.Array:
+def split_rows(x: jax.Array) -> jax.Array:
     """`[rows, n]` as `[rows, pieces, n / pieces]`, a piece for each value that fits in 32 bits.
 
     A TPU exchanges rows in this form, whose tile is one row. Buffers that are made, carried and read in it are not
@@ -142,12 +142,12 @@ def as_pieces(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0], pieces, -1) if x.shape[1] % pieces == 0 else x[:, None]
 
 
-def as_rows(pieces: jax.Array) -> jax.Array:
-    """`[rows, n]` of `as_pieces`."""
+def join_rows(pieces: jax.Array) -> jax.Array:
+    """`[rows, n]` of `split_rows`."""
     return pieces.reshape(pieces.shape[0], -1)
 
 
-def unwritten(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
+def uninitialized(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
     """A buffer to exchange rows into; what it holds is not defined.
 
     A buffer of zeros would be made once for all layers, live as long as they run, and be copied in each.
@@ -156,7 +156,7 @@ def unwritten(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class ExchangeGroup:
     """The devices that exchange rows: all along some mesh axes, or equal parts of them.
 
     Attributes:
@@ -170,20 +170,20 @@ class Group:
     parts: tuple[tuple[int, ...], ...] | None = None
 
     @classmethod
-    def along(cls, layout: Layout, axes: tuple[str, ...]) -> Group:
+    def along(cls, layout: Layout, axes: tuple[str, ...]) -> ExchangeGroup:
         """All devices along the axes."""
         there = tuple(axis for axis in axes if layout.size(axis) > 1)
         return cls(there, layout.size(there))
 
     @classmethod
-    def across_slices(cls, layout: Layout) -> Group:
+    def across_slices(cls, layout: Layout) -> ExchangeGroup:
         """The devices at one place of each slice."""
         inside = layout.data // layout.slices
         parts = tuple(tuple(range(place, layout.data, inside)) for place in range(inside))
         return cls((DATA,), layout.slices, None if inside == 1 else parts)
 
     @classmethod
-    def inside_slice(cls, layout: Layout, axes: tuple[str, ...]) -> Group:
+    def inside_slice(cls, layout: Layout, axes: tuple[str, ...]) -> ExchangeGroup:
         """The devices along the axes, of which `data` is the first, that are in one slice."""
         if layout.data == layout.slices:
             return cls.along(layout, axes[1:])
@@ -207,21 +207,23 @@ class Group:
         return jax.lax.all_to_all(x, self.axes, 0, 0, axis_index_groups=self.parts, tiled=True)
 
 
-def exchange(group: Group, operand: jax.Array, output: jax.Array, window: Window, transport: str) -> jax.Array:
+def exchange(
+    group: ExchangeGroup, operand: jax.Array, output: jax.Array, window: ExchangeRound, implementation: str
+) -> jax.Array:
     """`output` with the rows that the devices of the group send each other; the others keep what they hold.
 
     Args:
         operand: `[rows, ...]`, what this device sends.
         output: `[rows, ...]`, of the same number of rows on all devices.
         window: which rows go where.
-        transport: see `resolve_transport`; both give the same rows.
+        transport: see `resolve_exchange`; both give the same rows.
     """
-    if transport == "ragged":
+    if implementation == "ragged":
         return jax.lax.ragged_all_to_all(operand, output, *window, axis_name=group.axes, axis_index_groups=group.parts)
     return _padded_exchange(group, operand, output, window)
 
 
-def _padded_exchange(group: Group, operand: jax.Array, output: jax.Array, window: Window) -> jax.Array:
+def _padded_exchange(group: ExchangeGroup, operand: jax.Array, output: jax.Array, window: ExchangeRound) -> jax.Array:
     """`jax.lax.ragged_all_to_all` by an exchange of blocks, each as large as the most that may go to one device."""
     most = min(operand.shape[0], output.shape[0])
     rows = jnp.clip(window.input_offsets[:, None] + jnp.arange(most), 0, operand.shape[0] - 1)

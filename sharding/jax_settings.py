@@ -38,7 +38,7 @@ _GUARDS = (
 
 
 @contextlib.contextmanager
-def own_settings() -> Generator[None]:
+def project_settings() -> Generator[None]:
     """JAX's settings as this project needs them, in this thread; those that are right already are left alone."""
     with contextlib.ExitStack() as stack:
         for name, needed, setting in _SETTINGS:
@@ -50,8 +50,8 @@ def own_settings() -> Generator[None]:
         yield
 
 
-def under_own_settings(function: Function) -> Function:
-    """A function, or a generator function between its yields, that runs under `own_settings`."""
+def with_project_settings(function: Function) -> Function:
+    """A function, or a generator function between its yields, that runs under `project_settings`."""
     if inspect.isgeneratorfunction(function):
 
         @functools.wraps(function)
@@ -59,7 +59,7 @@ def under_own_settings(function: Function) -> Function:
             iterator = function(*arguments, **options)
             try:
                 while True:
-                    with own_settings():
+                    with project_settings():
                         try:
                             value = next(iterator)
                         except StopIteration as end:
@@ -72,7 +72,7 @@ def under_own_settings(function: Function) -> Function:
 
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
-        with own_settings():
+        with project_settings():
             return function(*arguments, **options)
 
     return call  # type: ignore[return-value]

@@ -17,7 +17,7 @@ from glm52_jax.cli import run
 from glm52_jax.config import BUILT_IN
 from sharding import jax_settings
 from sharding.errors import InputError, sentence
-from sharding.jax_settings import own_settings, start_devices, under_own_settings
+from sharding.jax_settings import project_settings, start_devices, with_project_settings
 from tests.checkpoint.builders import random_params
 
 CONFIG = dataclasses.replace(
@@ -76,13 +76,13 @@ def test_each_setting_is_as_it_is_needed(name: str) -> None:
     with SETTINGS[name]():
         changed = values()
         assert changed != expected
-        with own_settings():
+        with project_settings():
             assert [value or "allow" for value in values()] == [value or "allow" for value in expected]
         assert values() == changed
 
 
 def test_settings_hold_inside_of_a_generator_and_not_between_its_steps() -> None:
-    @under_own_settings
+    @with_project_settings
     def widths() -> Any:
         for _ in range(2):
             yield jnp.zeros(1, float).dtype
@@ -95,7 +95,7 @@ def test_settings_hold_inside_of_a_generator_and_not_between_its_steps() -> None
             assert jnp.zeros(1, float).dtype == jnp.float64
         with pytest.raises(StopIteration, match="end"):
             next(steps)
-        with own_settings(), contextlib.suppress(KeyError):
+        with project_settings(), contextlib.suppress(KeyError):
             raise KeyError
         assert jax.config.jax_enable_x64
 

@@ -44,7 +44,7 @@ def test_every_tensor_belongs_to_one_parameter_but_kv_b(name: str):
             assert [p.path for p in params] == ["attention.k_up", "attention.v_up"]
             keys, values = (p.shape[1] for p in params)
             assert [p.rows for p in params] == [(0, keys), (keys, keys + values)]
-            assert [p.view[1] for p in params if p.view] == [keys + values] * 2
+            assert [p.logical_shape[1] for p in params if p.logical_shape] == [keys + values] * 2
         else:
             assert len(params) == 1, tensor
     names = [tensor.name for _, tensor in published_tensors(BUILT_IN[name])]
@@ -61,7 +61,7 @@ def test_rows_of_the_table_are_of_one_piece(config: ModelConfig):
         assert len(param.axes) == len(param.shape)
         pieces = len(param.tensors) * (param.experts or 1)
         assert math.prod(param.shape) == pieces * math.prod(param.piece_shape)
-        assert math.prod(param.view or param.tensor_shape) == math.prod(param.tensor_shape)
+        assert math.prod(param.logical_shape or param.tensor_shape) == math.prod(param.tensor_shape)
         lead = () if param.stack in (Stack.GLOBAL, Stack.MTP) else (len(param.layers(config)),)
         assert param.stacked_shape(config) == (*lead, *param.shape)
         for tensor in param.published(config, param.layers(config)[0]):

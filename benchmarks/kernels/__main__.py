@@ -20,8 +20,8 @@ from rich.console import Console
 
 from benchmarks.kernels import catalogue, grid, table
 from benchmarks.kernels.catalogue import CASES, SWEEP, Entry
-from benchmarks.kernels.figures import Figures
 from benchmarks.kernels.progress import progress
+from benchmarks.kernels.stats import CaseStats
 from benchmarks.kernels.store import Store
 from benchmarks.kernels.work import Job, done
 from benchmarks.schedule.dump import use_compiler_alone
@@ -41,13 +41,13 @@ def main() -> int:
             raise InputError("libtpu, the TPU compiler, is not installed: make plan")
         store = Store(asked.json, asked.keep or asked.stored)
         broken, jobs = _jobs(asked, log)
-        figures = _figures(jobs, store, asked, log)
+        stats = _figures(jobs, store, asked, log)
     except InputError as error:
         log.print(f"benchmarks.kernels: {error}", markup=False)
         return 2
     screen = Console(width=None if sys.stdout.isatty() else _WIDE)
-    table.show(screen, _sheets(asked, figures), asked.markdown)
-    wrong = any(grid.fault(one) for one in figures) if asked.grid else any(one.refusal for one in figures)
+    table.show(screen, _sheets(asked, stats), asked.markdown)
+    wrong = any(grid.fault(one) for one in stats) if asked.grid else any(one.refusal for one in stats)
     return int(broken or wrong)
 
 
@@ -99,11 +99,11 @@ def _jobs(asked: argparse.Namespace, log: Console) -> tuple[bool, list[Job]]:
     return broken, [Job(entry, chip, measure=not asked.grid) for entry, chip in selected]
 
 
-def _figures(jobs: Sequence[Job], store: Store, asked: argparse.Namespace, log: Console) -> list[Figures]:
-    """Figures of all jobs, in their order, from the store where it has them."""
+def _figures(jobs: Sequence[Job], store: Store, asked: argparse.Namespace, log: Console) -> list[CaseStats]:
+    """CaseStats of all jobs, in their order, from the store where it has them."""
     digests = {module: catalogue.digest(module) for module in {job.entry.module for job in jobs}}
     named = {job.refused("").key: job for job in jobs}
-    found: dict[str, Figures] = {}
+    found: dict[str, CaseStats] = {}
     for key, job in named.items():
         if (stored := store.get(key, digests[job.entry.module])) is not None:
             found[key] = stored
@@ -112,8 +112,8 @@ def _figures(jobs: Sequence[Job], store: Store, asked: argparse.Namespace, log: 
         log.print(f"{len(found)} of {len(named)} are in {asked.json}", markup=False)
     try:
         with progress(log, len(left)) as advance:
-            for job, figures in done(left, asked.processes or (2 if asked.grid else 1), asked.limit):
-                made = dataclasses.replace(figures, digest=digests[job.entry.module])
+            for job, stats in done(left, asked.processes or (2 if asked.grid else 1), asked.limit):
+                made = dataclasses.replace(stats, digest=digests[job.entry.module])
                 store.put(made)
                 found[made.key] = made
                 advance(f"{made.key}{f': refused: {made.refusal}' if made.refusal else ''}")
@@ -122,10 +122,10 @@ def _figures(jobs: Sequence[Job], store: Store, asked: argparse.Namespace, log: 
     return [found[key] for key in named if key in found]
 
 
-def _sheets(asked: argparse.Namespace, figures: Sequence[Figures]) -> list[table.Sheet]:
+def _sheets(asked: argparse.Namespace, stats: Sequence[CaseStats]) -> list[table.Sheet]:
     if asked.grid:
-        return grid.sheets(figures, [name for name in CHIPS if any(one.chip == name for one in figures)])
-    return table.sweep(figures) if asked.sweep else table.measured(figures)
+        return grid.sheets(stats, [name for name in CHIPS if any(one.chip == name for one in stats)])
+    return table.sweep(stats) if asked.sweep else table.measured(stats)
 
 
 if __name__ == "__main__":

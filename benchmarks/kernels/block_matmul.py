@@ -33,7 +33,7 @@ def _build(rows: int, shape: tuple[int, ...], kind: str, backend: str, chip: str
     if kind != "bf16":
         grid = (-(-shape[-2] // _BLOCK), -(-shape[-1] // _BLOCK))
         scales: Any = jax.ShapeDtypeStruct((LAYERS, *shape[:-2], *grid), jnp.float32)
-        weight = BlockQuantized(weight, scales, view=shape[-2:])
+        weight = BlockQuantized(weight, scales, logical_shape=shape[-2:])
     backend = f"tpu:{chip}" if backend == "tpu" else backend
     x = jax.ShapeDtypeStruct((rows, shape[-1]), jnp.bfloat16)
     return Built(

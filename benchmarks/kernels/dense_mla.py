@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels.case import OURS, Built, Case
-from glm52_jax.cache.row_formats import LaneRows, PlainRows, RowFormat, TensorRows, stack_of
+from glm52_jax.cache.row_formats import LanePaddedFormat, RowFormat, TensorScaledFormat, UnquantizedFormat, empty_stack
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.lib.selection import Selection
 from glm52_jax.kernels.sparse_mla.reference import sparse_mla_reference
@@ -19,9 +19,9 @@ HEADS, WIDTH, RANK, PAGE, LAYERS = 64, 576, 512, 64, 4
 SCALE = 256**-0.5
 BF16 = jnp.dtype(jnp.bfloat16)
 FORMATS: dict[str, RowFormat] = {
-    "bf16": PlainRows(WIDTH, BF16, 128),
-    "fp8": LaneRows(RANK, WIDTH - RANK, BF16, lanes=128),
-    "fp8 tensor": TensorRows(WIDTH, (1.0,) * LAYERS, 128),
+    "bf16": UnquantizedFormat(WIDTH, BF16, 128),
+    "fp8": LanePaddedFormat(RANK, WIDTH - RANK, BF16, lanes=128),
+    "fp8 tensor": TensorScaledFormat(WIDTH, (1.0,) * LAYERS, 128),
 }
 LEAST_ROW_BYTES = {"bf16": 2 * WIDTH, "fp8": 656, "fp8 tensor": WIDTH}
 
@@ -58,7 +58,7 @@ def _case(batch: int, tokens: int, context: int, rows: str, form: str) -> Case:
 
 def _build(batch: int, tokens: int, context: int, rows: str, form: str, chip: str) -> Built:
     pages = batch * context // PAGE
-    stack = jax.eval_shape(functools.partial(stack_of, FORMATS[rows], (LAYERS, pages, PAGE)))
+    stack = jax.eval_shape(functools.partial(empty_stack, FORMATS[rows], (LAYERS, pages, PAGE)))
     arguments = (
         jax.ShapeDtypeStruct((batch, tokens, HEADS, WIDTH), BF16),
         stack,
@@ -83,7 +83,7 @@ def _build(batch: int, tokens: int, context: int, rows: str, form: str, chip: st
 
 def _scalars(target: Target, batch: int, tokens: int, context: int) -> dict[tuple[str, int], Any]:
     """What the kernel is told: layer, lengths, random pages, and which blocks are live, a bit each."""
-    from glm52_jax.kernels.sparse_mla.dense_blocks import choose
+    from glm52_jax.kernels.sparse_mla.dense_tile_sizes import choose
 
     sizes = choose(target, tokens, HEADS, batch, context)
     tiles, blocks = -(-tokens // sizes.queries), -(-context // sizes.keys)

@@ -13,7 +13,7 @@ from jax.experimental.pallas.ops.tpu.megablox import gmm
 
 from benchmarks.kernels.case import OURS, Built, Case
 from glm52_jax.kernels import Target
-from glm52_jax.kernels.experts import blocks
+from glm52_jax.kernels.experts import tile_sizes
 from glm52_jax.kernels.experts.api import routed_experts
 from glm52_jax.params.quantization import FLOAT8, BlockQuantized
 from sharding.compiler import chips
@@ -38,7 +38,7 @@ def _stacks(experts: int, kind: str) -> tuple[Any, Any]:
             "codes": jax.ShapeDtypeStruct(shape, codes),
             "scales": jax.ShapeDtypeStruct(grid, jnp.float32),
         }
-        return BlockQuantized(**arrays, view=shape[-2:])
+        return BlockQuantized(**arrays, logical_shape=shape[-2:])
 
     return in_blocks(shapes[0]), in_blocks(shapes[1])
 
@@ -65,7 +65,7 @@ def _few_scalars(counts: np.ndarray, steps: int) -> dict[tuple[str, int], Any]:
     return {("experts_few", place): np.asarray(values) for place, values in enumerate(operands)}
 
 
-def _grouped_scalars(tokens: int, counts: np.ndarray, sizes: blocks.Grouped) -> dict[tuple[str, int], Any]:
+def _grouped_scalars(tokens: int, counts: np.ndarray, sizes: tile_sizes.GroupedTileSizes) -> dict[tuple[str, int], Any]:
     """The same for the kernels for many rows; the first window stands for all."""
     experts = len(counts)
     used = np.flatnonzero(counts) if counts.any() else np.zeros(1, int)
@@ -90,9 +90,9 @@ def _build(tokens: int, experts: int, k: int, kind: str, backend: str, chip: str
     scalars: dict[tuple[str, int], Any] = {}
     if backend == "tpu":
         counts, target = _rows(tokens, experts, k), Target(chips.chip(chip))
-        room = blocks.grouped(target, x.dtype, *weights)
-        room = room.within(blocks.most_tiles(tokens, k, experts, room.rows))
-        scalars = _few_scalars(counts, blocks.few(target, weights[0])[2]) | _grouped_scalars(tokens, counts, room)
+        room = tile_sizes.grouped(target, x.dtype, *weights)
+        room = room.within(tile_sizes.most_tiles(tokens, k, experts, room.rows))
+        scalars = _few_scalars(counts, tile_sizes.few(target, weights[0])[2]) | _grouped_scalars(tokens, counts, room)
         backend = f"tpu:{chip}"
     function = functools.partial(routed_experts, backend=backend)
     return Built(function, (x, *chosen, *weights, jax.ShapeDtypeStruct((), jnp.int32)), scalars=scalars)

@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Sequence
 
 from benchmarks.kernels.catalogue import ours
-from benchmarks.kernels.figures import Figures
+from benchmarks.kernels.stats import CaseStats
 from benchmarks.kernels.table import MIB, Sheet
 
 
-def fault(one: Figures) -> str:
+def fault(one: CaseStats) -> str:
     """What is wrong with a case of ours, or an empty text.
 
     A copy of half a layer and more of a stack, since nothing of its size may be copied. Smaller ones are of values that
@@ -25,14 +25,14 @@ def fault(one: Figures) -> str:
     return ""
 
 
-def sheets(figures: Sequence[Figures], chips: Sequence[str]) -> list[Sheet]:
+def sheets(stats: Sequence[CaseStats], chips: Sequence[str]) -> list[Sheet]:
     """A row for each operation, shape and form with what became of it on each chip; then all refusals and faults."""
 
-    def of(one: Figures) -> tuple[str, str, str]:
+    def of(one: CaseStats) -> tuple[str, str, str]:
         return one.op, one.shape, one.form
 
-    order = {key: number for number, key in enumerate(dict.fromkeys(map(of, figures)))}
-    found = sorted(figures, key=lambda one: order[of(one)])
+    order = {key: number for number, key in enumerate(dict.fromkeys(map(of, stats)))}
+    found = sorted(stats, key=lambda one: order[of(one)])
     rows = []
     for key, same in itertools.groupby(found, key=of):
         cells = {one.chip: _cell(one) for one in same}
@@ -44,11 +44,11 @@ def sheets(figures: Sequence[Figures], chips: Sequence[str]) -> list[Sheet]:
     return made
 
 
-def _told(one: Figures) -> bool:
+def _told(one: CaseStats) -> bool:
     return bool(one.refusal or fault(one))
 
 
-def _cell(one: Figures) -> str:
+def _cell(one: CaseStats) -> str:
     if one.refusal:
         return "refused"
     parts = [f"{one.compile_s:.1f} s"]

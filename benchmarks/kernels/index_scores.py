@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels.case import OURS, Built, Case
-from glm52_jax.cache.row_formats import LaneRows, PlainRows, RowFormat, stack_of
+from glm52_jax.cache.row_formats import LanePaddedFormat, RowFormat, UnquantizedFormat, empty_stack
 from glm52_jax.kernels.index_scores.api import index_scores
 
 HEADS, DIM, PAGE, INDEXERS = 32, 128, 64, 2
 BF16 = jnp.dtype(jnp.bfloat16)
-FORMATS: dict[str, RowFormat] = {"bf16": PlainRows(DIM, BF16), "fp8": LaneRows(DIM, 0, BF16, DIM)}
+FORMATS: dict[str, RowFormat] = {"bf16": UnquantizedFormat(DIM, BF16), "fp8": LanePaddedFormat(DIM, 0, BF16, DIM)}
 CHIPS = ("v5e", "v5p", "v6e", "tpu7x")  # the keys of 64 sequences of 1M are 16 GiB, more than the first has
 CONTEXTS = {"32k": 2**15, "128k": 2**17, "1m": 2**20}
 
@@ -80,7 +80,9 @@ def _build(
     sizes: tuple[int, int, int, int, int] | None = None,
 ) -> Built:
     pages = batch * capacity // PAGE
-    stack = jax.eval_shape(functools.partial(stack_of, FORMATS[keys], (1 if pages > 2**19 else INDEXERS, pages, PAGE)))
+    stack = jax.eval_shape(
+        functools.partial(empty_stack, FORMATS[keys], (1 if pages > 2**19 else INDEXERS, pages, PAGE))
+    )
     arguments = (
         jax.ShapeDtypeStruct((batch, tokens, HEADS, DIM), jnp.float32),
         jax.ShapeDtypeStruct((batch, tokens, HEADS), jnp.float32),
@@ -92,7 +94,7 @@ def _build(
     if backend != "tpu":
         return Built(functools.partial(index_scores, backend=backend), arguments)
     from glm52_jax.kernels import Target
-    from glm52_jax.kernels.index_scores.blocks import choose
+    from glm52_jax.kernels.index_scores.tile_sizes import choose
     from glm52_jax.kernels.index_scores.tpu import index_scores as on_tpu
     from sharding.compiler.chips import chip as chip_of
 

@@ -11,15 +11,15 @@ import numpy as np
 
 from benchmarks.kernels.case import OURS, Built, Case
 from benchmarks.kernels.topk import LENGTHS, K, scalars
-from glm52_jax.cache.row_formats import LaneRows, PlainRows, RowFormat, stack_of
+from glm52_jax.cache.row_formats import LanePaddedFormat, RowFormat, UnquantizedFormat, empty_stack
 from glm52_jax.kernels.index_topk.api import index_topk
-from glm52_jax.kernels.index_topk.blocks import cost
 from glm52_jax.kernels.index_topk.reference import index_topk_separate
+from glm52_jax.kernels.index_topk.tile_sizes import cost
 
 HEADS, DIM, PAGE, INDEXERS = 32, 128, 64, 21
 _MOST_BYTES = 8 << 30
 BF16 = jnp.dtype(jnp.bfloat16)
-FORMATS: dict[str, RowFormat] = {"bf16": PlainRows(DIM, BF16, 128), "fp8": LaneRows(DIM, 0, BF16, DIM)}
+FORMATS: dict[str, RowFormat] = {"bf16": UnquantizedFormat(DIM, BF16, 128), "fp8": LanePaddedFormat(DIM, 0, BF16, DIM)}
 
 
 def cases() -> list[Case]:
@@ -61,7 +61,7 @@ def _build(dims: tuple[int, int, int], keys: str, run: Any, chip: str) -> Built:
     pages = batch * length // PAGE
     # So many layers as have room on every chip, where any have.
     layers = max(2, min(INDEXERS, _MOST_BYTES // (pages * PAGE * FORMATS[keys].row_bytes)))
-    stack = jax.eval_shape(functools.partial(stack_of, FORMATS[keys], (layers, pages, PAGE)))
+    stack = jax.eval_shape(functools.partial(empty_stack, FORMATS[keys], (layers, pages, PAGE)))
     arguments = (
         jax.ShapeDtypeStruct((batch, tokens, HEADS, DIM), jnp.float32),
         jax.ShapeDtypeStruct((batch, tokens, HEADS), jnp.float32),

@@ -19,17 +19,24 @@ import jax.numpy as jnp
 
 from benchmarks.kernels.case import OURS, Built, Case
 from glm52_jax.cache.paged_cache import PAGE_SIZE
-from glm52_jax.cache.row_formats import LaneRows, PlainRows, RowFormat, TensorRows, parts_of, stack_of
+from glm52_jax.cache.row_formats import (
+    LanePaddedFormat,
+    RowFormat,
+    TensorScaledFormat,
+    UnquantizedFormat,
+    empty_stack,
+    parts_of,
+)
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.cache_write.api import write_rows
-from glm52_jax.kernels.cache_write.new_rows import KeyMaking, LatentMaking
+from glm52_jax.kernels.cache_write.new_rows import IndexKeyTransform, LatentRowTransform
 from glm52_jax.kernels.index_scores.api import index_scores
 from glm52_jax.kernels.index_scores.reference import map_tokens
 from glm52_jax.kernels.index_topk.api import index_topk
 from glm52_jax.kernels.lib.layers import Rotary
 from glm52_jax.kernels.lib.selection import Selection
 from glm52_jax.kernels.sparse_mla.api import sparse_mla
-from glm52_jax.kernels.topk.api import closed_up, last_of_best, topk_mask
+from glm52_jax.kernels.topk.api import compact, kth_best, topk_mask
 from glm52_jax.model.indexer import BLOCK_SCORES, K_NORM_EPS
 from sharding.compiler.chips import CHIPS
 
@@ -40,10 +47,10 @@ PARTS = 16
 """Devices that pages are dealt to, where they are."""
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 FORMATS: dict[str, RowFormat] = {
-    "bf16": PlainRows(WIDTH, BF16, 128),
-    "fp8": LaneRows(RANK, ROPE, BF16, lanes=128),
-    "fp8-tensor": TensorRows(WIDTH, (1.0,) * LAYERS, 128),
-    "f32": PlainRows(WIDTH, F32, 128),
+    "bf16": UnquantizedFormat(WIDTH, BF16, 128),
+    "fp8": LanePaddedFormat(RANK, ROPE, BF16, lanes=128),
+    "fp8-tensor": TensorScaledFormat(WIDTH, (1.0,) * LAYERS, 128),
+    "f32": UnquantizedFormat(WIDTH, F32, 128),
 }
 FEW = (1, 2, 3, 4, 5, 6, 7, 8)
 """Tokens of a step with up to seven drafts."""
@@ -179,11 +186,11 @@ def classes(chip: str, like: Shape, pages: Sequence[int]) -> list[Shape]:
 
 def blocks_of(chip: str, shape: Shape) -> tuple[Any, ...]:
     """Everything static that the kernels of a step get, but for the number of blocks where there are several."""
-    from glm52_jax.kernels.index_scores import blocks as of_scores
-    from glm52_jax.kernels.index_topk import blocks as of_both
-    from glm52_jax.kernels.sparse_mla import blocks as of_rows
-    from glm52_jax.kernels.sparse_mla import dense_blocks
-    from glm52_jax.kernels.topk import blocks as of_selection
+    from glm52_jax.kernels.index_scores import tile_sizes as of_scores
+    from glm52_jax.kernels.index_topk import tile_sizes as of_both
+    from glm52_jax.kernels.sparse_mla import dense_tile_sizes
+    from glm52_jax.kernels.sparse_mla import tile_sizes as of_rows
+    from glm52_jax.kernels.topk import tile_sizes as of_selection
 
     target = Target(CHIPS[chip])
     form = form_of(chip, shape)
@@ -191,8 +198,8 @@ def blocks_of(chip: str, shape: Shape) -> tuple[Any, ...]:
     steps = -(-shape.capacity // (scores.block * scores.cores))
     found: list[Any] = [form, shape.selected, scores, min(steps, 2), shape.capacity % scores.block == 0]
     if form == "mask":
-        dense = dense_blocks.choose(target, shape.tokens, shape.heads, shape.batch, shape.capacity)
-        count = dense_blocks.pages_of(target, dense, shape.pages, PAGE_SIZE)
+        dense = dense_tile_sizes.choose(target, shape.tokens, shape.heads, shape.batch, shape.capacity)
+        count = dense_tile_sizes.pages_of(target, dense, shape.pages, PAGE_SIZE)
         found += [dense, count, min(-(-shape.pages // count), 3), shape.pages % count == 0]
     else:
         row = of_rows.RowShape.of([jax.ShapeDtypeStruct((1, w), d) for w, d in FORMATS[shape.rows].parts().values()])
@@ -213,10 +220,10 @@ def _counted(selection: Any) -> Any:
 
 def form_of(chip: str, shape: Shape) -> str:
     """What selections are made as: a mask, or lists of indices; as `Forms.for_cache` has it."""
-    from glm52_jax.kernels.sparse_mla.blocks import RowShape, choose_form
+    from glm52_jax.kernels.sparse_mla.tile_sizes import RowShape, choose_implementation
 
     stored = [jax.ShapeDtypeStruct((1, width), dtype) for width, dtype in FORMATS[shape.rows].parts().values()]
-    found = choose_form(CHIPS[chip], shape.tokens, shape.expected, shape.capacity, RowShape.of(stored))
+    found = choose_implementation(CHIPS[chip], shape.tokens, shape.expected, shape.capacity, RowShape.of(stored))
     return "mask" if found == "dense" and not shape.dealt else "indices"
 
 
@@ -224,8 +231,10 @@ def _build(shape: Shape, chip: str) -> Built:
     dtype = F32 if shape.rows == "f32" else BF16
     pool = shape.batch * shape.pages
     make, tokens = jax.ShapeDtypeStruct, (shape.batch, shape.tokens)
-    latents = jax.eval_shape(functools.partial(stack_of, FORMATS[shape.rows], (LAYERS, pool, PAGE_SIZE)))
-    keys = jax.eval_shape(functools.partial(stack_of, PlainRows(INDEX_WIDTH, dtype, 128), (LAYERS, pool, PAGE_SIZE)))
+    latents = jax.eval_shape(functools.partial(empty_stack, FORMATS[shape.rows], (LAYERS, pool, PAGE_SIZE)))
+    keys = jax.eval_shape(
+        functools.partial(empty_stack, UnquantizedFormat(INDEX_WIDTH, dtype, 128), (LAYERS, pool, PAGE_SIZE))
+    )
     positions = make(tokens, jnp.int32)
     rotary = jax.eval_shape(lambda p: Rotary.at(p, ROPE, 1e6), positions)
     arguments = (
@@ -236,11 +245,13 @@ def _build(shape: Shape, chip: str) -> Built:
         positions,
         make((*tokens, shape.heads, WIDTH), dtype),
         make((*tokens, WIDTH), dtype),
-        LatentMaking(make((RANK,), dtype), rotary, 1e-5, interleave=True),
+        LatentRowTransform(make((RANK,), dtype), rotary, 1e-5, interleave=True),
         make((*tokens, INDEX_HEADS, INDEX_WIDTH), F32),
         make((*tokens, INDEX_HEADS), F32),
         make((*tokens, INDEX_WIDTH), F32),
-        KeyMaking(make((INDEX_WIDTH,), dtype), make((INDEX_WIDTH,), dtype), rotary, K_NORM_EPS, interleave=True),
+        IndexKeyTransform(
+            make((INDEX_WIDTH,), dtype), make((INDEX_WIDTH,), dtype), rotary, K_NORM_EPS, interleave=True
+        ),
         make((*tokens, PARTS * shape.selected if shape.dealt else 1), F32),
         make((*tokens, PARTS * shape.selected if shape.dealt else 1), jnp.int32),
     )
@@ -250,11 +261,11 @@ def _build(shape: Shape, chip: str) -> Built:
 
 def _run(shape: Shape, form: str, backend: str, latents: Any, keys: Any, *operands: Any) -> Any:
     """Rows written, scores of the context, the best of them, and attention to those."""
-    own, own_keys, layer, table, positions, queries, values, making = operands[:8]
+    own, own_keys, layer, table, positions, queries, values, transform = operands[:8]
     index_queries, weights, key_values, key_making, theirs, their_positions = operands[8:]
     latents, keys = latents.replace(parts=own), keys.replace(parts=own_keys)
-    latents = write_rows(latents, layer, values, table, positions, making=making, backend=backend)
-    keys = write_rows(keys, layer, key_values, table, positions, making=key_making, backend=backend)
+    latents = write_rows(latents, layer, values, table, positions, transform=transform, backend=backend)
+    keys = write_rows(keys, layer, key_values, table, positions, transform=key_making, backend=backend)
     stored = keys, layer, table
 
     def best(part: Any) -> Any:
@@ -269,9 +280,9 @@ def _run(shape: Shape, form: str, backend: str, latents: Any, keys: Any, *operan
         selection = Selection(mask=found)
     elif shape.dealt:
         indices, scores = found
-        edge, place = last_of_best(theirs, their_positions, SELECTED, backend=backend)
+        edge, place = kth_best(theirs, their_positions, SELECTED, backend=backend)
         better = (scores > edge[..., None]) | ((scores == edge[..., None]) & (indices <= place[..., None]))
-        selection = Selection(indices=closed_up(jnp.where(better, indices, -1), backend=backend))
+        selection = Selection(indices=compact(jnp.where(better, indices, -1), backend=backend))
     else:
         selection = Selection(indices=found[0])
     out = sparse_mla(

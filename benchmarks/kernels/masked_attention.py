@@ -84,7 +84,7 @@ def _splash(tokens: int, heads: int, q: Any, k: Any, v: Any) -> Any:
 
 def _scalars(chip: str, tokens: int, heads: int) -> dict[tuple[str, int], Any]:
     """Which blocks are live under a causal mask, by tile of queries and, for the gradient of keys, the other way."""
-    from glm52_jax.kernels.masked_attention.blocks import choose
+    from glm52_jax.kernels.masked_attention.tile_sizes import choose
 
     target = Target.of(f"tpu:{chip}")
     assert target is not None

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 
 from benchmarks.kernels.case import Case
-from benchmarks.kernels.figures import BYTES, COPIES, FLOPS, Figures
+from benchmarks.kernels.stats import BYTES, COPIES, FLOPS, CaseStats
 from benchmarks.schedule.chips import IDEAL
 from benchmarks.schedule.estimate import Estimate, compile_one, estimate
 from sharding.compiler import chips
@@ -21,7 +21,7 @@ _LAYER = 16 * MIB  # of a stack that is meant
 _REFUSALS = (jax.errors.JaxRuntimeError, jax.errors.JAXTypeError, NotImplementedError, ValueError, TypeError)
 
 
-def compiled(case: Case, chip: str) -> Figures:
+def compiled(case: Case, chip: str) -> CaseStats:
     """What the compiler alone says: seconds, temporaries and copies, or why it refuses."""
     start = time.perf_counter()
     try:
@@ -32,7 +32,7 @@ def compiled(case: Case, chip: str) -> Figures:
     return _of_step(case, chip, step, time.perf_counter() - start)
 
 
-def measured(case: Case, chip: str, folder: Path) -> Figures:
+def measured(case: Case, chip: str, folder: Path) -> CaseStats:
     """All figures.
 
     Args:
@@ -70,17 +70,17 @@ def one_sentence(error: BaseException) -> str:
     return ": ".join(filter(None, (named, text[:300]))) or type(error).__name__
 
 
-def _refused(case: Case, chip: str, error: BaseException) -> Figures:
-    return Figures(case.op, case.shape, case.form, chip, refusal=one_sentence(error))
+def _refused(case: Case, chip: str, error: BaseException) -> CaseStats:
+    return CaseStats(case.op, case.shape, case.form, chip, refusal=one_sentence(error))
 
 
-def _of_step(case: Case, chip: str, step: CompiledStep, seconds: float) -> Figures:
+def _of_step(case: Case, chip: str, step: CompiledStep, seconds: float) -> CaseStats:
     if not step.fits:
         needed, offered = step.memory.total / 2**30, step.memory.limit / 2**30
         why = f"needs {needed:.2f} GiB of HBM, there are {offered:.2f} GiB"
-        return Figures(case.op, case.shape, case.form, chip, refusal=why, fits=False)
+        return CaseStats(case.op, case.shape, case.form, chip, refusal=why, fits=False)
     copies = [copy for copy in step.program.copies if copy.executed]
-    return Figures(
+    return CaseStats(
         case.op,
         case.shape,
         case.form,
@@ -121,7 +121,7 @@ def _shape(text: str) -> list[int]:
     return [int(size) for size in re.findall(r"\d+", text.partition("[")[2].partition("]")[0])]
 
 
-def _with_estimate(case: Case, basis: Figures, made: Estimate) -> Figures:
+def _with_estimate(case: Case, basis: CaseStats, made: Estimate) -> CaseStats:
     device = chips.chip(basis.chip)
     around: float | None = None if made.uncosted else made.xla_seconds
     if made.missing:

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from benchmarks.kernels.case import OURS, Built, Case
 from glm52_jax.kernels.router.api import choose_experts
-from glm52_jax.kernels.router.rule import Rule
+from glm52_jax.kernels.router.rule import RoutingRule
 
-EXPERTS, RULE = 256, Rule(8, scale=2.5)
+EXPERTS, RULE = 256, RoutingRule(8, scale=2.5)
 
 
 def _build(tokens: int, backend: str, chip: str) -> Built:

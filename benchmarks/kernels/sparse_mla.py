@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels.case import OURS, Built, Case
-from glm52_jax.cache.row_formats import LaneRows, PlainRows, RowFormat, TensorRows, stack_of
+from glm52_jax.cache.row_formats import LanePaddedFormat, RowFormat, TensorScaledFormat, UnquantizedFormat, empty_stack
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.lib.selection import Selection
 
 HEADS, WIDTH, RANK, SELECTED, PAGE = 64, 576, 512, 2048, 64
 BF16 = jnp.dtype(jnp.bfloat16)
 FORMATS: dict[str, RowFormat] = {
-    "bf16": PlainRows(WIDTH, BF16, 128),
-    "fp8": LaneRows(RANK, WIDTH - RANK, BF16, lanes=128),
-    "fp8 tensor": TensorRows(WIDTH, (1.0, 1.0), 128),
+    "bf16": UnquantizedFormat(WIDTH, BF16, 128),
+    "fp8": LanePaddedFormat(RANK, WIDTH - RANK, BF16, lanes=128),
+    "fp8 tensor": TensorScaledFormat(WIDTH, (1.0, 1.0), 128),
 }
 K, M = 2**10, 2**20
 SHAPES = {
@@ -67,7 +67,7 @@ def cases() -> list[Case]:
 
 def _build(batch: int, tokens: int, context: int, rows: RowFormat, form: str, chip: str) -> Built:
     pages = batch * context // PAGE
-    stack = jax.eval_shape(functools.partial(stack_of, rows, (2, pages, PAGE)))
+    stack = jax.eval_shape(functools.partial(empty_stack, rows, (2, pages, PAGE)))
     integers = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     selected = integers((batch, tokens, SELECTED))
     unit = 8 if form == "blocks" else max(4 // np.dtype(dtype).itemsize for _, dtype in rows.parts().values())

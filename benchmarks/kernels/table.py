@@ -1,4 +1,4 @@
-"""Figures as tables, for people on a terminal and as Markdown."""
+"""CaseStats as tables, for people on a terminal and as Markdown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.kernels.catalogue import ours
-from benchmarks.kernels.figures import BYTES, COPIES, FLOPS, Figures
+from benchmarks.kernels.stats import BYTES, COPIES, FLOPS, CaseStats
 from benchmarks.schedule.chips import CAL, IDEAL
 
 MIB = 2**20
@@ -64,10 +64,10 @@ _COLUMNS += (
 )
 
 
-def measured(figures: Sequence[Figures]) -> list[Sheet]:
+def measured(stats: Sequence[CaseStats]) -> list[Sheet]:
     """A table for each operation; forms that do the same work are in rows one after another, ours first."""
     sheets = []
-    for op, group in itertools.groupby(figures, key=lambda one: one.op):
+    for op, group in itertools.groupby(stats, key=lambda one: one.op):
         found = list(group)
         shapes = list(dict.fromkeys(one.shape for one in found))
         chips = list(dict.fromkeys(one.chip for one in found))
@@ -81,16 +81,16 @@ def measured(figures: Sequence[Figures]) -> list[Sheet]:
     return sheets
 
 
-def fastest(figures: Iterable[Figures]) -> Figures | None:
+def fastest(stats: Iterable[CaseStats]) -> CaseStats | None:
     """The one with the least ideal estimate, of those that have one."""
     return min(
-        (one for one in figures if IDEAL.name in one.estimates),
+        (one for one in stats if IDEAL.name in one.estimates),
         key=lambda one: one.estimates[IDEAL.name],
         default=None,
     )
 
 
-def _row(one: Figures, best: Figures | None) -> tuple[str, ...]:
+def _row(one: CaseStats, best: CaseStats | None) -> tuple[str, ...]:
     head = (one.shape, one.chip, one.form)
     if one.refusal:
         return (*head, *[""] * (len(_COLUMNS) - 4), f"refused: {one.refusal}")
@@ -116,7 +116,7 @@ def _row(one: Figures, best: Figures | None) -> tuple[str, ...]:
     )
 
 
-def notes(one: Figures) -> str:
+def notes(one: CaseStats) -> str:
     """What to know of a case beside its figures."""
     said = [*one.notes]
     if one.copied:
@@ -141,9 +141,9 @@ def _three(value: float | None) -> str:
     return f"{value:.2g}"
 
 
-def sweep(figures: Sequence[Figures]) -> list[Sheet]:
+def sweep(stats: Sequence[CaseStats]) -> list[Sheet]:
     """The best blocks for each shape and chip, and all that were tried, the fastest first."""
-    found = sorted(figures, key=lambda one: (one.op, one.shape, one.chip))
+    found = sorted(stats, key=lambda one: (one.op, one.shape, one.chip))
     best, rows = [], []
     for (op, shape, chip), same in itertools.groupby(found, key=lambda one: (one.op, one.shape, one.chip)):
         tried = sorted(same, key=lambda one: one.estimates.get(IDEAL.name, float("inf")))

@@ -17,7 +17,7 @@ from benchmarks.kernels.case import OURS, Built, Case
 from glm52_jax.kernels.block_matmul.api import block_matmul
 from glm52_jax.kernels.experts.api import routed_experts
 from glm52_jax.kernels.router.api import choose_experts
-from glm52_jax.kernels.router.rule import Rule
+from glm52_jax.kernels.router.rule import RoutingRule
 from glm52_jax.params.quantization import FLOAT8, BlockQuantized
 from sharding.compiler.chips import CHIPS
 
@@ -45,7 +45,7 @@ def _stack(kind: str, *shape: int) -> Any:
     grid = (*shape[:-2], -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))
     scales: Any = jax.ShapeDtypeStruct((LAYERS, *grid), jnp.float32)
     codes: Any = jax.ShapeDtypeStruct((LAYERS, *shape), FLOAT8)
-    return BlockQuantized(codes, scales, view=shape[-2:])
+    return BlockQuantized(codes, scales, logical_shape=shape[-2:])
 
 
 def _build(count: int, kind: str, chip: str) -> Built:
@@ -64,7 +64,7 @@ def _build(count: int, kind: str, chip: str) -> Built:
 
 
 def _run(backend: str, x: Any, logits: Any, bias: Any, real: Any, gate_up: Any, down: Any, weight: Any, n: Any) -> Any:
-    experts, gates, _ = choose_experts(logits, bias, real, Rule(K, scale=2.5), backend=backend)
+    experts, gates, _ = choose_experts(logits, bias, real, RoutingRule(K, scale=2.5), backend=backend)
     own = jnp.where(experts < HERE, experts, -1)
     return (
         routed_experts(x, own, gates, gate_up, down, n, backend=backend),

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from benchmarks.kernels.case import OURS, Built, Case
 from benchmarks.schedule.machine import VECTOR_TO_SCALAR
-from glm52_jax.kernels.topk.api import last_of_best, topk, topk_mask
-from glm52_jax.kernels.topk.blocks import cost, edge_cost
+from glm52_jax.kernels.topk.api import kth_best, topk, topk_mask
+from glm52_jax.kernels.topk.tile_sizes import cost, threshold_cost
 
 K = 2048
 LENGTHS = {"8k": 1 << 13, "32k": 1 << 15, "128k": 1 << 17, "1m": 1 << 20}
@@ -41,7 +41,7 @@ def cases() -> list[Case]:
     moved = 2048 * (1 << 17) * (2 * 4 + 1)
     found.append(_case("mask prefill 2k 128k", OURS, functools.partial(_mask, chunk), moved))
     for devices in (4, 64):
-        moved = edge_cost(8, devices * K, 2).bytes_accessed
+        moved = threshold_cost(8, devices * K, 2).bytes_accessed
         found.append(_case(f"last of {devices} x 2k b8", OURS, functools.partial(_last, (8, devices * K)), moved))
     return found
 
@@ -76,5 +76,5 @@ def _mask(dims: tuple[int, ...], chip: str) -> Built:
 
 def _last(dims: tuple[int, ...], chip: str) -> Built:
     arguments = jax.ShapeDtypeStruct(dims, jnp.float32), jax.ShapeDtypeStruct(dims, jnp.int32)
-    run = functools.partial(last_of_best, k=K, backend=f"tpu:{chip}")
+    run = functools.partial(kth_best, k=K, backend=f"tpu:{chip}")
     return Built(run, arguments, scalars=scalars("topk_last"))

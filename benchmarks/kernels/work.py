@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from benchmarks.kernels.catalogue import Entry, entries
-from benchmarks.kernels.figures import Figures
+from benchmarks.kernels.stats import CaseStats
 from benchmarks.schedule.dump import use_compiler_alone, write_schedules
 
 
@@ -28,14 +28,14 @@ class Job:
     chip: str
     measure: bool
 
-    def refused(self, why: str) -> Figures:
-        return self.named(Figures("", "", "", "", refusal=why))
+    def refused(self, why: str) -> CaseStats:
+        return self.named(CaseStats("", "", "", "", refusal=why))
 
-    def named(self, figures: Figures) -> Figures:
-        """Figures under the name of this job."""
+    def named(self, stats: CaseStats) -> CaseStats:
+        """CaseStats under the name of this job."""
         case = self.entry.case
         return dataclasses.replace(
-            figures,
+            stats,
             op=case.op,
             shape=case.shape,
             form=case.form,
@@ -45,7 +45,7 @@ class Job:
         )
 
 
-def done(jobs: Sequence[Job], processes: int, limit_s: float) -> Iterator[tuple[Job, Figures]]:
+def done(jobs: Sequence[Job], processes: int, limit_s: float) -> Iterator[tuple[Job, CaseStats]]:
     """Jobs and their figures, in the order in which they end.
 
     Args:
@@ -64,8 +64,8 @@ def done(jobs: Sequence[Job], processes: int, limit_s: float) -> Iterator[tuple[
             multiprocessing.connection.wait([worker.connection for worker in busy], timeout=1.0)
             for worker in busy:
                 job = worker.job
-                if job is not None and (figures := worker.result(limit_s)) is not None:
-                    yield job, figures
+                if job is not None and (stats := worker.result(limit_s)) is not None:
+                    yield job, stats
     finally:
         for worker in workers:
             worker.stop()
@@ -90,15 +90,15 @@ class _Worker:
         self.job, self._since = job, time.monotonic()
         self.connection.send((job.entry.module, job.entry.kind, job.entry.number, job.chip, job.measure))
 
-    def result(self, limit_s: float) -> Figures | None:
-        """Figures if the job has ended, however it did."""
+    def result(self, limit_s: float) -> CaseStats | None:
+        """CaseStats if the job has ended, however it did."""
         job = self.job
         assert job is not None
         try:
             if self.connection.poll():
                 self.job = None
                 found = self.connection.recv()
-                return job.named(found) if isinstance(found, Figures) else job.refused(found)
+                return job.named(found) if isinstance(found, CaseStats) else job.refused(found)
         except (EOFError, ConnectionResetError):
             self._process.join()
             return self._again(job.refused(f"the compiler ended its process, exit code {self._process.exitcode}"))
@@ -106,11 +106,11 @@ class _Worker:
             return self._again(job.refused(f"not done after {limit_s:.0f} s"))
         return None
 
-    def _again(self, figures: Figures) -> Figures:
+    def _again(self, stats: CaseStats) -> CaseStats:
         self.stop()
         self.job = None
         self._begin()
-        return figures
+        return stats
 
     def stop(self) -> None:
         self._process.kill()

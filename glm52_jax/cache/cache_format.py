@@ -8,7 +8,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from glm52_jax.cache.row_formats import GROUP, GroupRows, LaneRows, PlainRows, RowFormat, TensorRows
+from glm52_jax.cache.row_formats import (
+    GROUP_SIZE,
+    GroupScaledFormat,
+    LanePaddedFormat,
+    RowFormat,
+    TensorScaledFormat,
+    UnquantizedFormat,
+)
 from glm52_jax.config import ModelConfig
 from sharding.errors import InputError
 
@@ -51,19 +58,19 @@ class CacheFormat:
     def latent_rows(self, config: ModelConfig, layers: int, dtype: Any) -> RowFormat:
         """The format of latent rows, for a stack of so many layers of a model that computes in `dtype`."""
         if self.latent == "fp8_groups":
-            return self._groups(config.kv_lora_rank, config.qk_rope_head_dim, dtype, GROUP)
+            return self._groups(config.kv_lora_rank, config.qk_rope_head_dim, dtype, GROUP_SIZE)
         if self.latent == "fp8_tensor":
             scales = self.latent_scales or (1.0,) * layers
             if len(scales) != layers:
                 raise InputError(f"latent_scales has {len(scales)} scales, expected one for each of {layers} layers")
-            return TensorRows(config.latent_width, scales, self.lanes)
-        return PlainRows(config.latent_width, jnp.dtype(dtype), self.lanes)
+            return TensorScaledFormat(config.latent_width, scales, self.lanes)
+        return UnquantizedFormat(config.latent_width, jnp.dtype(dtype), self.lanes)
 
     def key_rows(self, config: ModelConfig, dtype: Any) -> RowFormat:
         """The format of index keys."""
         width = config.index_head_dim
         if self.index_keys == "plain":
-            return PlainRows(width, jnp.dtype(dtype), self.lanes)
+            return UnquantizedFormat(width, jnp.dtype(dtype), self.lanes)
         rotated = self.index_keys == "fp8_rotated"
         if rotated and width & (width - 1):
             raise InputError(f"index_head_dim is {width}, expected a power of two for index keys in fp8_rotated")
@@ -71,8 +78,8 @@ class CacheFormat:
 
     def _groups(self, coded: int, plain: int, dtype: Any, group: int, *, rotated: bool = False) -> RowFormat:
         if self.lanes > 1:
-            return LaneRows(coded, plain, jnp.dtype(dtype), group, rotated, self.lanes)
-        return GroupRows(coded, plain, jnp.dtype(dtype), group, rotated)
+            return LanePaddedFormat(coded, plain, jnp.dtype(dtype), group, rotated, self.lanes)
+        return GroupScaledFormat(coded, plain, jnp.dtype(dtype), group, rotated)
 
 
 _LANES = {"tpu": 128}  # see `CacheFormat.lanes`

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from glm52_jax.cache.cache_format import PLAIN_CACHE, CacheFormat
-from glm52_jax.cache.row_formats import RowStack, stack_of
+from glm52_jax.cache.row_formats import RowStack, empty_stack
 from glm52_jax.config import ModelConfig
 from glm52_jax.params.spec import Stack, stack_layers
 from sharding.layout import SINGLE, Layout
@@ -21,7 +21,7 @@ PAGE_SIZE = 64
 
 
 @flax.struct.dataclass
-class Cache:
+class PagedCache:
     """Pages of latent rows and index keys, shared by the sequences of a batch through a page table.
 
     Attributes:
@@ -46,7 +46,7 @@ class Cache:
         page_size: int = PAGE_SIZE,
         form: CacheFormat | None = None,
         layout: Layout = SINGLE,
-    ) -> Cache:
+    ) -> PagedCache:
         """A cache for `batch` sequences of up to `capacity` tokens, contiguous: the page table is the identity.
 
         On a mesh it is one device's part, of its own sequences and the pages that are dealt to it; see `Deal`.
@@ -60,8 +60,8 @@ class Cache:
         table = jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages)
         layers, indexers = (len(stack_layers(config, s)) for s in (Stack.LAYER, Stack.INDEXER))
         return cls(
-            latent=stack_of(form.latent_rows(config, layers, dtype), (layers, batch * pages, page_size)),
-            index_keys=stack_of(form.key_rows(config, dtype), (indexers, batch * pages, page_size)),
+            latent=empty_stack(form.latent_rows(config, layers, dtype), (layers, batch * pages, page_size)),
+            index_keys=empty_stack(form.key_rows(config, dtype), (indexers, batch * pages, page_size)),
             page_table=table,
         )
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from glm52_jax.cache.row_formats import RowStack, decode, parts_of
+from glm52_jax.cache.row_formats import RowStack, decode_rows, parts_of
 
 
-def slots(page_table: jax.Array, positions: jax.Array, page_size: int, pages: int) -> jax.Array:
+def slots_of(page_table: jax.Array, positions: jax.Array, page_size: int, pages: int) -> jax.Array:
     """Slot in the pool (page * page_size + offset) of each position; -1 where there is none.
 
     There is none for a negative position, for one at or past the capacity of the table, and for a page that is none of
@@ -31,13 +31,13 @@ def gather_rows(stack: RowStack, layer: jax.Array | int, page_table: jax.Array, 
     """Rows of one layer at `positions` `[batch, n]`: `[batch, n, width]`, zeros where a position has no slot."""
     parts = parts_of(stack)
     _, pages, page_size, _ = next(iter(parts.values())).shape
-    where = slots(page_table, positions, page_size, pages)
+    where = slots_of(page_table, positions, page_size, pages)
 
     def gather(part: jax.Array) -> jax.Array:
         flat = part.reshape(-1, part.shape[-1])
         return jnp.take(flat, layer * pages * page_size + jnp.maximum(where, 0), axis=0, mode="clip")
 
-    rows = decode(stack, {name: gather(part) for name, part in parts.items()}, layer)
+    rows = decode_rows(stack, {name: gather(part) for name, part in parts.items()}, layer)
     return jnp.where((where >= 0)[..., None], rows, jnp.zeros((), rows.dtype))
 
 
@@ -54,7 +54,7 @@ def context_rows(stack: RowStack, layer: jax.Array | int, page_table: jax.Array,
         found = jnp.take(whole, layer * pages + jnp.clip(page_table, 0, pages - 1), axis=0, mode="clip")
         return found.reshape(batch, -1, part.shape[-1])
 
-    rows = decode(stack, {name: read(part) for name, part in parts.items()}, layer)
+    rows = decode_rows(stack, {name: read(part) for name, part in parts.items()}, layer)
     there = jnp.repeat((page_table >= 0) & (page_table < pages), page_size, axis=1)
     written = there & (jnp.arange(rows.shape[1]) < lengths[:, None])
     return jnp.where(written[..., None], rows, jnp.zeros((), rows.dtype))

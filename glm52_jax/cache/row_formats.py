@@ -1,7 +1,7 @@
 """How a row of the cache is stored: as it is, or in float8 codes with scales, in widths that suit a device.
 
 A row is a latent (the normalised latent and the rotated rope key) or an index key. A stack of rows in a plain format is
-an array; in another it is `PackedRows`, whose parts are arrays of the same pages. Which format a stack has is part
+an array; in another it is `PackedStack`, whose parts are arrays of the same pages. Which format a stack has is part
 of its type, so that a step for one never runs on the other.
 """
 
@@ -15,9 +15,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from glm52_jax.params.quantization import FLOAT8, dequantize_groups, quantize_groups, saturate
+from glm52_jax.params.quantization import FLOAT8, dequantize_groups, quantize_groups, to_float8
 
-GROUP = 128
+GROUP_SIZE = 128
 """Values of a latent that share a scale."""
 
 
@@ -43,7 +43,7 @@ class RowFormat(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class PlainRows(RowFormat):
+class UnquantizedFormat(RowFormat):
     """Rows as they are, in one type.
 
     Attributes:
@@ -65,7 +65,7 @@ class PlainRows(RowFormat):
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupRows(RowFormat):
+class GroupScaledFormat(RowFormat):
     """Codes with a scale a group for the first `coded` values, the others in `dtype`.
 
     A latent row of GLM-5.2 is 512 codes, 4 scales and 64 bfloat16 values of the rope key, 656 bytes.
@@ -77,7 +77,7 @@ class GroupRows(RowFormat):
     coded: int
     plain: int
     dtype: Any
-    group: int = GROUP
+    group: int = GROUP_SIZE
     rotated: bool = False
 
     def parts(self) -> dict[str, tuple[int, Any]]:
@@ -95,8 +95,8 @@ class GroupRows(RowFormat):
 
 
 @dataclasses.dataclass(frozen=True)
-class LaneRows(GroupRows):
-    """`GroupRows` in two parts of whole lanes: codes, and a tail of the plain values and the scales behind them.
+class LanePaddedFormat(GroupScaledFormat):
+    """`GroupScaledFormat` in two parts of whole lanes: codes, and a tail of unquantized values and scales.
 
     The scales are powers of two, which every type of the plain values holds exactly. A latent row of GLM-5.2 is 512
     codes and a tail of 128 bfloat16 values, 68 of them in use: 768 bytes.
@@ -125,7 +125,7 @@ class LaneRows(GroupRows):
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorRows(RowFormat):
+class TensorScaledFormat(RowFormat):
     """Codes alone, with one scale for a whole layer: 576 bytes a latent row of GLM-5.2, rope key and all.
 
     Attributes:
@@ -142,7 +142,7 @@ class TensorRows(RowFormat):
         return {"codes": (_padded(self.width, self.lanes), FLOAT8)}
 
     def encode(self, rows: jax.Array, layer: jax.Array | int) -> dict[str, jax.Array]:
-        return {"codes": _pad(saturate(rows.astype(jnp.float32) / self.scale(layer)), self.lanes)}
+        return {"codes": _pad(to_float8(rows.astype(jnp.float32) / self.scale(layer)), self.lanes)}
 
     def decode(self, parts: dict[str, jax.Array], layer: jax.Array | int) -> jax.Array:
         return parts["codes"][..., : self.width].astype(jnp.float32) * self.scale(layer)
@@ -153,41 +153,41 @@ class TensorRows(RowFormat):
 
 
 @flax.struct.dataclass
-class PackedRows:
+class PackedStack:
     """A stack of rows in parts, each `[layers, pages, page_size, width of the part]`."""
 
     parts: dict[str, jax.Array]
     format: RowFormat = flax.struct.field(pytree_node=False)
 
 
-RowStack = jax.Array | PackedRows
+RowStack = jax.Array | PackedStack
 
 
-def stack_of(form: RowFormat, shape: tuple[int, int, int]) -> RowStack:
+def empty_stack(form: RowFormat, shape: tuple[int, int, int]) -> RowStack:
     """Zeros for `[layers, pages, page_size]` rows."""
     parts = {name: jnp.zeros((*shape, width), dtype) for name, (width, dtype) in form.parts().items()}
-    alone = isinstance(form, PlainRows) and form.lanes == 1
-    return parts["values"] if alone else PackedRows(parts, form)
+    alone = isinstance(form, UnquantizedFormat) and form.lanes == 1
+    return parts["values"] if alone else PackedStack(parts, form)
 
 
 def parts_of(stack: RowStack) -> dict[str, jax.Array]:
     """The arrays of a stack."""
-    return stack.parts if isinstance(stack, PackedRows) else {"values": stack}
+    return stack.parts if isinstance(stack, PackedStack) else {"values": stack}
 
 
-def encode(stack: RowStack, rows: jax.Array, layer: jax.Array | int) -> dict[str, jax.Array]:
+def encode_rows(stack: RowStack, rows: jax.Array, layer: jax.Array | int) -> dict[str, jax.Array]:
     """New rows `[..., width]` in the parts of a stack."""
-    return stack.format.encode(rows, layer) if isinstance(stack, PackedRows) else {"values": rows.astype(stack.dtype)}
+    return stack.format.encode(rows, layer) if isinstance(stack, PackedStack) else {"values": rows.astype(stack.dtype)}
 
 
-def decode(stack: RowStack, parts: dict[str, jax.Array], layer: jax.Array | int) -> jax.Array:
+def decode_rows(stack: RowStack, parts: dict[str, jax.Array], layer: jax.Array | int) -> jax.Array:
     """Rows `[..., width]` of parts taken from a stack; plain ones keep their type, others are float32."""
-    return stack.format.decode(parts, layer) if isinstance(stack, PackedRows) else parts["values"]
+    return stack.format.decode(parts, layer) if isinstance(stack, PackedStack) else parts["values"]
 
 
-def is_rotated(stack: RowStack) -> bool:
+def is_hadamard(stack: RowStack) -> bool:
     """Whether a stack's rows have been turned by the Hadamard rotation."""
-    return isinstance(stack, PackedRows) and isinstance(stack.format, GroupRows) and stack.format.rotated
+    return isinstance(stack, PackedStack) and isinstance(stack.format, GroupScaledFormat) and stack.format.rotated
 
 
 def _padded(width: int, lanes: int) -> int:

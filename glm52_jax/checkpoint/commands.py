@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from glm52_jax.checkpoint.convert.options import DTYPE_NAMES, KEEP, QUANTIZE, Settings
+from glm52_jax.checkpoint.convert.options import DTYPE_NAMES, KEEP, QUANTIZE, ConversionOptions
 from glm52_jax.checkpoint.formats.orbax_layout import CHUNK_BYTES
 from glm52_jax.inputs.sizes import SIZE, short_size
 from glm52_jax.io.progress import progressing
@@ -18,7 +18,7 @@ from glm52_jax.io.terminal import screen
 from sharding.errors import InputError
 
 if TYPE_CHECKING:
-    from glm52_jax.checkpoint.convert.conversion import Plan
+    from glm52_jax.checkpoint.convert.conversion import ConversionPlan
 
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -89,7 +89,7 @@ def convert(
     from glm52_jax.checkpoint.convert import conversion as conversion
     from glm52_jax.checkpoint.sources.open_source import opened
 
-    settings = Settings(dtype, quantize, layer_numbers(layers), without_mtp, chunk_size)
+    settings = ConversionOptions(dtype, quantize, layer_numbers(layers), without_mtp, chunk_size)
     part, unit_bytes = _process(process), unit_size or conversion.UNIT_BYTES
     options = ["--unit-size", str(unit_size)] if unit_size else []
     with opened(source) as checkpoint:
@@ -100,7 +100,9 @@ def _given(jobs: int) -> list[str]:
     return ["--jobs", str(jobs)] if jobs != _JOBS else []
 
 
-def _convert(planned: Plan, jobs: int, process: tuple[int, int], unit_bytes: int, options: Sequence[str]) -> None:
+def _convert(
+    planned: ConversionPlan, jobs: int, process: tuple[int, int], unit_bytes: int, options: Sequence[str]
+) -> None:
     from glm52_jax.checkpoint.convert.conversion import convert
 
     console = screen(stderr=True, soft_wrap=True)
@@ -171,7 +173,7 @@ def export(
     from glm52_jax.checkpoint.export import export as exporting
 
     console = screen(stderr=True, soft_wrap=True)
-    settings = Settings(dtype, without_mtp=without_mtp)
+    settings = ConversionOptions(dtype, without_mtp=without_mtp)
     planned = exporting.plan(source, destination, settings, shard_bytes=shard_size, fused_experts=fused_experts)
     for note in planned.notes:
         console.print(note, style="yellow")

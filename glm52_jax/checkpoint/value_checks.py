@@ -27,7 +27,7 @@ _NO_INFINITY = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 @dataclasses.dataclass(frozen=True)
-class Counts:
+class BadValueCounts:
     """Of the values of one tensor.
 
     Attributes:
@@ -42,8 +42,8 @@ class Counts:
     beyond: int = 0
     most: float = 0.0
 
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(
+    def __add__(self, other: BadValueCounts) -> BadValueCounts:
+        return BadValueCounts(
             self.nan + other.nan,
             self.infinite + other.infinite,
             self.zeroed + other.zeroed,
@@ -69,23 +69,23 @@ class Counts:
             )
 
 
-def not_finite(values: np.ndarray) -> Counts:
+def not_finite(values: np.ndarray) -> BadValueCounts:
     """Counts of NaN and infinite values; types without such values have none.
 
     The largest magnitude as an integer says in one pass whether there are any, at several gigabytes a second.
     """
     if values.dtype not in _SPECIAL or not values.size:
-        return Counts()
+        return BadValueCounts()
     integers, mask, special = _SPECIAL[values.dtype]
     magnitudes = values.reshape(-1).view(integers) & integers(mask)
     if magnitudes.max() < special:
-        return Counts()
+        return BadValueCounts()
     least = int(np.count_nonzero(magnitudes == special))
     more = int(np.count_nonzero(magnitudes > special))
-    return Counts(least, 0) if values.dtype == _NO_INFINITY else Counts(more, least)
+    return BadValueCounts(least, 0) if values.dtype == _NO_INFINITY else BadValueCounts(more, least)
 
 
-def cast(values: np.ndarray, dtype: np.dtype, *, finite: bool = False) -> tuple[np.ndarray, Counts]:
+def cast(values: np.ndarray, dtype: np.dtype, *, finite: bool = False) -> tuple[np.ndarray, BadValueCounts]:
     """Values in another floating type, rounded to nearest, and the counts of them.
 
     Args:
@@ -124,7 +124,7 @@ def refuse_scales(scales: np.ndarray, name: str) -> None:
         raise InputError(f"{name} holds {scales[wrong][0]}, expected finite scales of at least 0{number}")
 
 
-def sentences(counts: Mapping[str, Counts]) -> list[str]:
+def sentences(counts: Mapping[str, BadValueCounts]) -> list[str]:
     """What a user should know of tensors by name: a sentence on those that are not finite, one on lost small values."""
     found = []
     bad = {name: _kinds(count) for name, count in counts.items() if count.nan or count.infinite}
@@ -140,7 +140,7 @@ def sentences(counts: Mapping[str, Counts]) -> list[str]:
     return found
 
 
-def _kinds(count: Counts) -> str:
+def _kinds(count: BadValueCounts) -> str:
     return ", ".join([f"{count.nan:,} NaN"] * bool(count.nan) + [f"{count.infinite:,} infinite"] * bool(count.infinite))
 
 

@@ -3,7 +3,7 @@
 No size is written here twice: everything follows from `ModelConfig` and the parameter table. It knows no arrays, no
 devices, no files and no terminal.
 
-`account(config, name).as_json()` is what `glm52 inspect --json` prints. Its keys are stable:
+`model_breakdown(config, name).as_json()` is what `glm52 inspect --json` prints. Its keys are stable:
 
     key                             content
     ------------------------------  --------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class Flops:
 
 
 @dataclasses.dataclass(frozen=True)
-class Account:
+class ModelBreakdown:
     """Everything `inspect` says of a model; `flops` is by context."""
 
     name: str
@@ -150,14 +150,14 @@ class Account:
         }
 
 
-def account(config: ModelConfig, name: str, contexts: Sequence[int] = CONTEXTS) -> Account:
+def model_breakdown(config: ModelConfig, name: str, contexts: Sequence[int] = CONTEXTS) -> ModelBreakdown:
     """The account of `config`.
 
     Args:
         name: what to call the model.
         contexts: lengths in tokens to count FLOPs at.
     """
-    return Account(
+    return ModelBreakdown(
         name=name,
         published=published(config),
         parameters=parameter_counts(config),

@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
-from glm52_jax.checkpoint.sources.published import INDEX_FILE, Contents, PublishedCheckpoint
+from glm52_jax.checkpoint.sources.published import INDEX_FILE, CheckpointContents, PublishedCheckpoint
 from glm52_jax.config import ModelConfig, load_config
 from glm52_jax.inputs.lengths import LENGTH
-from glm52_jax.inspect.account import CONTEXTS, account
+from glm52_jax.inspect.account import CONTEXTS, model_breakdown
 from glm52_jax.inspect.operators import operators
 from glm52_jax.io.files import is_there
 from glm52_jax.params.spec import config_notes
@@ -41,7 +41,7 @@ def inspect(
     contents, files = _files(config, name_or_path)
     config = contents.config if contents else config
     length, contexts = _lengths(config, context)
-    report = account(config, name_or_path, contexts)
+    report = model_breakdown(config, name_or_path, contexts)
     table = None
     if ops or batch is not None or chunk is not None:
         known = [c for c in contexts if c <= config.max_position_embeddings]
@@ -67,7 +67,7 @@ def _lengths(config: ModelConfig, asked: int | None) -> tuple[int, list[int]]:
     return asked or min(DEFAULT_CONTEXT, longest), sorted(shown)
 
 
-def _files(config: ModelConfig, path: str) -> tuple[Contents | None, dict[str, Any] | None]:
+def _files(config: ModelConfig, path: str) -> tuple[CheckpointContents | None, dict[str, Any] | None]:
     """What a folder's safetensors hold, checked against the table; nothing where there are none."""
     folder = Path(path)
     if not folder.is_dir() or not (is_there(folder / INDEX_FILE) or any(folder.glob("*.safetensors"))):

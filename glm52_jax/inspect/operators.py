@@ -77,7 +77,7 @@ LAYER: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class StepShape:
     """One step: each of `batch` sequences brings `tokens` queries, the last of which sees `context` positions."""
 
     batch: int
@@ -125,7 +125,7 @@ class Cost:
     bytes: float
 
 
-def layer_operators(config: ModelConfig, layer: int, step: Step) -> tuple[Operator, ...]:
+def layer_operators(config: ModelConfig, layer: int, step: StepShape) -> tuple[Operator, ...]:
     """The operators of decoder layer `layer` in `step`."""
     table = {p.path: p for p in parameters(config) if p.stack is not Stack.GLOBAL and layer in p.layers(config)}
     full = config.indexer_types[layer] == FULL
@@ -139,12 +139,12 @@ def layer_operators(config: ModelConfig, layer: int, step: Step) -> tuple[Operat
     return tuple(rows)
 
 
-def layer_cost(config: ModelConfig, layer: int, step: Step) -> Cost:
+def layer_cost(config: ModelConfig, layer: int, step: StepShape) -> Cost:
     """The sum of a layer's operators."""
     return _sum(layer_operators(config, layer, step))
 
 
-def step_cost(config: ModelConfig, step: Step) -> Cost:
+def step_cost(config: ModelConfig, step: StepShape) -> Cost:
     """All decoder layers, the final norm, and the head for the last token of each sequence; no MTP, no embedding."""
     kinds = list(zip(config.indexer_types, config.mlp_layer_types, strict=True))
     flops, size = 0, 0
@@ -158,12 +158,12 @@ def step_cost(config: ModelConfig, step: Step) -> Cost:
     return Cost(flops, size)
 
 
-def saved(config: ModelConfig, step: Step) -> Cost:
+def saved(config: ModelConfig, step: StepShape) -> Cost:
     """The part that sharing saves of the model: its plan against an indexer on every layer."""
     return _saved(step_cost(config, step), step_cost(all_full(config), step))
 
 
-def saved_layer(config: ModelConfig, layer: int, step: Step) -> Cost:
+def saved_layer(config: ModelConfig, layer: int, step: StepShape) -> Cost:
     """The part that sharing saves of a layer: `layer` as it is against the same layer with an indexer."""
     return _saved(layer_cost(config, layer, step), layer_cost(all_full(config), layer, step))
 
@@ -204,21 +204,21 @@ def operators(
         InputError: a size is not positive, or the chunk is longer than the context.
     """
     layer = typical_layer(config)
-    grid = [Step(b, length) for length in contexts for b in BATCHES]
+    grid = [StepShape(b, length) for length in contexts for b in BATCHES]
     return {
         "batch": batch,
         "context": context,
         "chunk": chunk,
         "layer": layer,
-        "prefill": _step(config, layer, Step(batch, context, chunk)),
-        "decode": _step(config, layer, Step(batch, context)),
+        "prefill": _step(config, layer, StepShape(batch, context, chunk)),
+        "decode": _step(config, layer, StepShape(batch, context)),
         "saved_by_batch": [
             {"batch": s.batch, "context": s.context, **dataclasses.asdict(saved(config, s))} for s in grid
         ],
     }
 
 
-def _step(config: ModelConfig, layer: int, step: Step) -> dict[str, Any]:
+def _step(config: ModelConfig, layer: int, step: StepShape) -> dict[str, Any]:
     shared = config.indexer_types[layer] == SHARED
     return {
         "full": _table(layer_operators(all_full(config), layer, step)),
@@ -252,7 +252,7 @@ def _saved(plan: Cost, every: Cost) -> Cost:
     return Cost(1 - plan.flops / every.flops, 1 - plan.bytes / every.bytes)
 
 
-def _weights(config: ModelConfig, name: str, held: list[Param], layer: int, step: Step) -> Operator:
+def _weights(config: ModelConfig, name: str, held: list[Param], layer: int, step: StepShape) -> Operator:
     flops = step.queries * weight_flops(sum(active_elements(config, param) for param in held))
     size = float(sum(held_bytes(config, param, layer) for param in held))
     if held[0].experts is not None:
@@ -270,18 +270,18 @@ def _shape(config: ModelConfig, name: str, held: list[Param]) -> str:
     return "x".join(str(size) for size in held[0].shape)
 
 
-def _index_scores(config: ModelConfig, step: Step) -> Operator:
+def _index_scores(config: ModelConfig, step: StepShape) -> Operator:
     shape = f"{config.index_n_heads}x{config.index_head_dim}, {short_length(step.context)} keys"
     keys = step.batch * step.context * index_key_bytes(config)[CACHE_FORMAT]
     return Operator(INDEX_SCORES, shape, index_flops(config, step.visible), keys)
 
 
-def _top_k(config: ModelConfig, step: Step) -> Operator:
+def _top_k(config: ModelConfig, step: StepShape) -> Operator:
     shape = f"{min(config.index_topk, step.context)} of {short_length(step.context)}"
     return Operator(TOP_K, shape, 0, step.visible * _SCORE_BYTES)
 
 
-def _attention(config: ModelConfig, step: Step) -> Operator:
+def _attention(config: ModelConfig, step: StepShape) -> Operator:
     attended = step.attended(config.index_topk)
     rows = min(step.batch * step.context, attended)
     shape = f"{config.num_attention_heads}x{config.latent_width}, {min(config.index_topk, step.context)} rows"

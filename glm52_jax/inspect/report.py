@@ -18,7 +18,7 @@ from rich.text import Text
 
 from glm52_jax.config import ModelConfig
 from glm52_jax.inputs.lengths import short_length
-from glm52_jax.inspect.account import Account, CacheRows, index_key_bytes, latent_row_bytes
+from glm52_jax.inspect.account import CacheRows, ModelBreakdown, index_key_bytes, latent_row_bytes
 from glm52_jax.io.terminal import screen
 from glm52_jax.params.spec import config_notes
 
@@ -31,7 +31,7 @@ _WHY = (
 
 def show(
     config: ModelConfig,
-    account: Account,
+    account: ModelBreakdown,
     *,
     files: dict[str, Any] | None = None,
     note: str | None = None,
@@ -110,7 +110,7 @@ def _section(console: Console, title: str, content: Sequence[RenderableType]) ->
         console.print(Padding(block, (0, 0, 0, 2), expand=False))
 
 
-def _heading(account: Account, note: str | None) -> RenderableType:
+def _heading(account: ModelBreakdown, note: str | None) -> RenderableType:
     counts = account.parameters
     text = f"{billions(counts.total_without_mtp)} parameters, {billions(counts.active)} of them active a token"
     if account.layers.mtp:
@@ -131,7 +131,7 @@ def _table(*columns: str, footer: Sequence[str] = (), words: int = 1, gap: int =
     return table
 
 
-def _published(account: Account, files: dict[str, Any] | None, notes: Sequence[str]) -> list[RenderableType]:
+def _published(account: ModelBreakdown, files: dict[str, Any] | None, notes: Sequence[str]) -> list[RenderableType]:
     published = account.published
     table = _table("", "table", *(["files"] if files else []))
     columns = [(published.tensors, published.bytes), *([(files["tensors"], files["bytes"])] if files else [])]
@@ -144,7 +144,7 @@ def _published(account: Account, files: dict[str, Any] | None, notes: Sequence[s
     return [table, *(Text(f"Note: {note}.", "yellow") for note in (files["notes"] if files else notes))]
 
 
-def _layers(account: Account) -> list[RenderableType]:
+def _layers(account: ModelBreakdown) -> list[RenderableType]:
     plan = account.layers
     mtp = ", and the MTP layer (sparse, full)" if plan.mtp else ""
     shared = f"{plan.shared}, with the selection of the last full layer before them" if plan.shared else "none"
@@ -156,7 +156,7 @@ def _layers(account: Account) -> list[RenderableType]:
     return [Text(f"{name:<8}{line}") for name, line in lines.items()]
 
 
-def _parameters(account: Account) -> list[RenderableType]:
+def _parameters(account: ModelBreakdown) -> list[RenderableType]:
     counts, stored = account.parameters, account.published
     footer = ("total", billions(counts.total), "100%", billions(counts.active), si(stored.bytes, "B"))
     table = _table("", "parameters", "share", "active", "stored", footer=footer)
@@ -173,7 +173,7 @@ def _parameters(account: Account) -> list[RenderableType]:
     return [table, *([_remark(f"Of these, {billions(mtp)} are the MTP layer's; active leaves it out.")] if mtp else [])]
 
 
-def _cache(config: ModelConfig, account: Account) -> list[RenderableType]:
+def _cache(config: ModelConfig, account: ModelBreakdown) -> list[RenderableType]:
     cache, plan, contexts = account.cache, account.layers, _contexts(config, account)
     lengths = [f"at {short_length(context)}" for context in contexts]
     table = _table("", "a row", "layers", "a token", *lengths, gap=2 if len(contexts) < 4 else 1)
@@ -193,7 +193,7 @@ def _mtp_rows(mtp: CacheRows) -> str:
     return f"The MTP layer adds {plain:,} B a token in BF16, {least:,} B in FP8 groups."
 
 
-def _flops(config: ModelConfig, account: Account) -> list[RenderableType]:
+def _flops(config: ModelConfig, account: ModelBreakdown) -> list[RenderableType]:
     table = _table("context", "total", "linear", "attention", "index", "all full", "ratio")
     for context in _contexts(config, account):
         flops = account.flops[context]
@@ -202,7 +202,7 @@ def _flops(config: ModelConfig, account: Account) -> list[RenderableType]:
     return [table, _remark("all full: with an indexer on every layer; ratio: all full to total")]
 
 
-def _contexts(config: ModelConfig, account: Account) -> list[int]:
+def _contexts(config: ModelConfig, account: ModelBreakdown) -> list[int]:
     """The lengths of the account that the model is made for."""
     return [context for context in account.flops if context <= config.max_position_embeddings]
 

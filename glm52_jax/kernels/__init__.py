@@ -78,7 +78,7 @@ def resolve_backend(name: str | None, platform: str, kind: str = "") -> str:
     return name
 
 
-def form(forms: Mapping[str, Callable[..., Any] | str], backend: str) -> Callable[..., Any]:
+def implementation(forms: Mapping[str, Callable[..., Any] | str], backend: str) -> Callable[..., Any]:
     """The form of an operation for a backend; one without a form of its own there runs its reference.
 
     Args:

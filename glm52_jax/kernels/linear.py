@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from glm52_jax.kernels.block_matmul.api import block_matmul
 from glm52_jax.kernels.lib.products import dense_linear
-from glm52_jax.kernels.lib.stacks import take
-from glm52_jax.params.quantization import BlockQuantized, InStack, Weight
+from glm52_jax.kernels.lib.stacks import layer_of
+from glm52_jax.params.quantization import BlockQuantized, StackedWeight, Weight
 
 
 def linear(x: jax.Array, weight: Weight, *, dims: int = 1, dtype: Any = None) -> jax.Array:
@@ -25,7 +25,7 @@ def linear(x: jax.Array, weight: Weight, *, dims: int = 1, dtype: Any = None) ->
     Returns:
         `[..., *out]`. A product over several dimensions at once would have the weight transposed first on the CPU.
     """
-    if isinstance(weight, InStack):
+    if isinstance(weight, StackedWeight):
         rows = x.reshape(-1, weight.stack.codes.shape[-1])
         product = block_matmul(rows, weight.stack, weight.index, backend=weight.backend, dtype=dtype)
         return product.reshape(*x.shape[: x.ndim - dims], *weight.rows)
@@ -43,13 +43,13 @@ def swiglu(
         down: stack `[..., embed, width]`.
         index: which MLP of the stacks, an index for each of their leading dimensions.
         dtype: of the result, by default that of `x`.
-        backend: see `take`.
+        backend: see `layer_of`.
     """
-    rest = take(down, *index, backend=backend)
-    if isinstance(rest, InStack) and isinstance(gate_up, BlockQuantized):
-        both = linear(x, InStack.of(gate_up, index, backend), dtype=jnp.float32)  # by one kernel
+    rest = layer_of(down, *index, backend=backend)
+    if isinstance(rest, StackedWeight) and isinstance(gate_up, BlockQuantized):
+        both = linear(x, StackedWeight.of(gate_up, index, backend), dtype=jnp.float32)  # by one kernel
         return _down(both[..., 0, :], both[..., 1, :], rest, x.dtype, dtype)
-    return mlp(x, take(gate_up, *index, 0), take(gate_up, *index, 1), rest, dtype=dtype)
+    return mlp(x, layer_of(gate_up, *index, 0), layer_of(gate_up, *index, 1), rest, dtype=dtype)
 
 
 def mlp(x: jax.Array, gate: Weight, up: Weight, down: Weight, *, dtype: Any = None) -> jax.Array:

@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from glm52_jax.cache.page_sharding import Places
-from glm52_jax.cache.paged_cache import Cache
+from glm52_jax.cache.page_sharding import TokenPositions
+from glm52_jax.cache.paged_cache import PagedCache
 from glm52_jax.cache.pages import context_rows
 from glm52_jax.config import ModelConfig
-from glm52_jax.kernels.cache_write.new_rows import LatentMaking
+from glm52_jax.kernels.cache_write.new_rows import LatentRowTransform
 from glm52_jax.kernels.lib.layers import Rotary, rms_norm
 from glm52_jax.kernels.lib.products import einsum
 from glm52_jax.kernels.lib.selection import Selection
 from glm52_jax.kernels.linear import linear
 from glm52_jax.kernels.masked_attention.api import masked_attention
 from glm52_jax.kernels.sparse_mla.api import sparse_mla
-from glm52_jax.params.axis_rules import asking
-from sharding.collectives import all_gather, own_part, pmax, psum, psum_scatter
+from glm52_jax.params.axis_rules import query_gather_axes
+from sharding.collectives import all_gather, local_shard, pmax, psum, psum_scatter
 from sharding.layout import SINGLE, Layout
 
 
@@ -36,7 +36,7 @@ class Projected(NamedTuple):
     Attributes:
         q_nope: `[batch, tokens, heads, qk_nope_head_dim]`.
         q_rope: `[batch, tokens, heads, qk_rope_head_dim]`, rotated.
-        kv: `[batch, tokens, latent_width]`, of which `latent_making` makes the row that the cache keeps.
+        kv: `[batch, tokens, latent_width]`, of which `latent_row_transform` makes the row that the cache keeps.
         q_latent: `[batch, tokens, q_lora_rank]`, normalised; input of the index queries.
     """
 
@@ -59,18 +59,18 @@ def project(weights: dict[str, Any], config: ModelConfig, x: jax.Array, rotary: 
     )
 
 
-def latent_making(weights: dict[str, Any], config: ModelConfig, rotary: Rotary) -> LatentMaking:
+def latent_row_transform(weights: dict[str, Any], config: ModelConfig, rotary: Rotary) -> LatentRowTransform:
     """How the row of a token is made: its latent is normalised, its rope key rotated."""
-    return LatentMaking(weights["kv_a_norm"], rotary, config.latent_norm_eps, config.rope_interleave)
+    return LatentRowTransform(weights["kv_a_norm"], rotary, config.latent_norm_eps, config.rope_interleave)
 
 
-def attend(
+def attention(
     weights: dict[str, Any],
     config: ModelConfig,
     projected: Projected,
-    cache: Cache,
+    cache: PagedCache,
     layer: jax.Array | int,
-    places: Places,
+    places: TokenPositions,
     selection: Selection,
     *,
     expanded: bool,
@@ -101,9 +101,9 @@ def _absorbed(
     weights: dict[str, Any],
     config: ModelConfig,
     projected: Projected,
-    cache: Cache,
+    cache: PagedCache,
     layer: jax.Array | int,
-    places: Places,
+    places: TokenPositions,
     selection: Selection,
     backend: str,
     layout: Layout,
@@ -112,24 +112,26 @@ def _absorbed(
     queries = einsum("hnr,bshn->bshr", weights["k_up"], projected.q_nope, dtype=projected.q_nope.dtype)
     queries = jnp.concatenate([queries, projected.q_rope], axis=-1)
     # Every device has a part of the cache, so every query visits all that have another one.
-    queries = all_gather(layout, all_gather(layout, queries, asking(layout), 1), _heads_apart_from_pages(layout), 2)
+    queries = all_gather(
+        layout, all_gather(layout, queries, query_gather_axes(layout), 1), _heads_apart_from_pages(layout), 2
+    )
     latent, lse = sparse_mla(
         queries,
         cache.latent,
         layer,
         cache.page_table,
-        places.seen,
+        places.last_visible,
         selection,
         config.qk_head_dim**-0.5,
         kv_lora_rank=config.kv_lora_rank,
-        expected=expected_rows(config, cache, layout),
+        expected=expected_row_count(config, cache, layout),
         backend=backend,
     )
     latent = _merged(layout, latent, lse)
     return einsum("bshr,hvr->bshv", latent, weights["v_up"])
 
 
-def expected_rows(config: ModelConfig, cache: Cache, layout: Layout) -> int:
+def expected_row_count(config: ModelConfig, cache: PagedCache, layout: Layout) -> int:
     """Rows of this device that a query attends to, on average over a long context."""
     parts = layout.parts("kv_pages")
     return -(-min(config.index_topk, cache.capacity * parts) // parts)
@@ -139,19 +141,19 @@ def _expanded(
     weights: dict[str, Any],
     config: ModelConfig,
     projected: Projected,
-    cache: Cache,
+    cache: PagedCache,
     layer: jax.Array | int,
-    places: Places,
+    places: TokenPositions,
     selection: Selection,
     backend: str,
     layout: Layout,
 ) -> jax.Array:
     assert selection.mask is not None
-    rows = context_rows(cache.latent, layer, cache.page_table, jnp.max(places.seen, axis=1) + 1)
+    rows = context_rows(cache.latent, layer, cache.page_table, jnp.max(places.last_visible, axis=1) + 1)
     # Keys and values of a device's own heads need the rows of all devices; in which order does not matter.
     pages = layout.axes_of("kv_pages")
     rows = all_gather(layout, rows.astype(projected.kv.dtype), pages, 1)
-    mask = own_part(layout, all_gather(layout, selection.mask, pages, 2), asking(layout), 1)
+    mask = local_shard(layout, all_gather(layout, selection.mask, pages, 2), query_gather_axes(layout), 1)
     positions = jnp.where(places.positions >= 0, mask.shape[2] - 1, -1) if pages else places.positions
     latent, k_rope = rows[..., : config.kv_lora_rank], rows[..., config.kv_lora_rank :]
     k_nope = linear(latent, weights["k_up"])
@@ -186,7 +188,7 @@ def _merged(layout: Layout, out: jax.Array, lse: jax.Array) -> jax.Array:
     weight = jnp.exp(lse - jnp.where(jnp.isfinite(top), top, 0.0))
     total = psum(layout, weight, pages)
     share = out.astype(jnp.float32) * (weight / jnp.where(total > 0, total, 1.0))[..., None]
-    tokens, heads = asking(layout), _heads_apart_from_pages(layout)
+    tokens, heads = query_gather_axes(layout), _heads_apart_from_pages(layout)
     share = psum(layout, share, tuple(axis for axis in pages if axis not in (*tokens, *heads)))
     return psum_scatter(layout, psum_scatter(layout, share, heads, 2), tokens, 1).astype(out.dtype)
 

@@ -9,12 +9,12 @@ import dataclasses
 import math
 
 from glm52_jax.config import ModelConfig
-from glm52_jax.params.axis_rules import different_and_alike
+from glm52_jax.params.axis_rules import split_by_tokens
 from sharding.errors import InputError
-from sharding.exchange import Group
+from sharding.exchange import ExchangeGroup
 from sharding.layout import DATA, Layout
 
-FORMS = ("gather", "all_to_all")
+POLICIES = ("gather", "all_to_all")
 STEP_BYTES = 2**19
 """What a link could have moved in the fixed time of a collective or a sort: some 5 us at 100 GB/s, an assumption."""
 HBM_PER_LINK = 8
@@ -22,13 +22,13 @@ HBM_PER_LINK = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class DispatchForm:
-    """How tokens reach their experts; static, chosen when a step is built (`choose_form`), equal in results.
+class DispatchPolicy:
+    """How tokens reach their experts; static, chosen when a step is built (`choose_policy`), equal in results.
 
     Attributes:
         name: "gather": every device computes its experts for the tokens of all. "all_to_all": each token's row goes
             once to each device that holds one of its experts, and its sum comes back.
-        transport: see `sharding.exchange.resolve_transport`.
+        transport: see `sharding.exchange.resolve_exchange`.
         capacity: rows of a receive buffer as a multiple of the mean load under even routing; the rest takes more
             rounds. A smaller one saves memory, a larger one saves rounds where routing is uneven.
         halves: whether tokens are exchanged and computed in two halves that do not depend on each other, so that one
@@ -37,19 +37,19 @@ class DispatchForm:
     """
 
     name: str = "gather"
-    transport: str = "padded"
+    exchange_implementation: str = "padded"
     capacity: float = 1.25
-    halves: bool = False
+    overlap: bool = False
     by_slice: bool = True
 
     def __post_init__(self) -> None:
-        if self.name not in FORMS:
-            raise InputError(f"dispatch of experts: {self.name!r} is not one of {', '.join(FORMS)}")
+        if self.name not in POLICIES:
+            raise InputError(f"dispatch of experts: {self.name!r} is not one of {', '.join(POLICIES)}")
         if not self.capacity > 0:
             raise InputError(f"dispatch of experts: capacity is {self.capacity}, expected a positive number")
 
 
-GATHER = DispatchForm("gather")
+GATHER = DispatchPolicy("gather")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Hop:
         mean: rows that a device receives in all rounds when routing is even.
     """
 
-    group: Group
+    group: ExchangeGroup
     tokens: int
     held: int
     sends: int
@@ -73,7 +73,7 @@ class Hop:
     mean: float
 
 
-def hops(layout: Layout, tokens: int, experts: int, k: int, form: DispatchForm) -> tuple[Hop, ...]:
+def plan_hops(layout: Layout, tokens: int, experts: int, k: int, form: DispatchPolicy) -> tuple[Hop, ...]:
     """The exchanges between a device's tokens and the experts, none when experts are not divided.
 
     Args:
@@ -86,7 +86,7 @@ def hops(layout: Layout, tokens: int, experts: int, k: int, form: DispatchForm) 
         return ()
     parts = layout.size(axes)
 
-    def hop(group: Group, rows: int, destinations: int) -> Hop:
+    def hop(group: ExchangeGroup, rows: int, destinations: int) -> Hop:
         held = experts // destinations
         # A token, of `k` different experts, needs one device of many; as many devices send to each as it sends to.
         mean = tokens * destinations * (1 - math.comb(experts - held, k) / math.comb(experts, k))
@@ -95,9 +95,9 @@ def hops(layout: Layout, tokens: int, experts: int, k: int, form: DispatchForm) 
         return Hop(group, rows, held, rows * min(k, group.size), receives, mean)
 
     if layout.slices == 1 or axes[0] != DATA or not form.by_slice:
-        return (hop(Group.along(layout, axes), tokens, parts),)
-    across = hop(Group.across_slices(layout), tokens, layout.slices)
-    inside = Group.inside_slice(layout, axes)
+        return (hop(ExchangeGroup.along(layout, axes), tokens, parts),)
+    across = hop(ExchangeGroup.across_slices(layout), tokens, layout.slices)
+    inside = ExchangeGroup.inside_slice(layout, axes)
     return (across, hop(inside, across.receives, parts)) if inside.size > 1 else (across,)
 
 
@@ -105,14 +105,14 @@ def _in_eights(rows: int) -> int:
     return max(8, -(-rows // 8) * 8)  # rows of a float32 tile
 
 
-def axes_of_dispatch(layout: Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def dispatch_axes(layout: Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The mesh axes that divide experts or their width: those along which tokens differ, and those along which not."""
     divided = tuple(dict.fromkeys((*layout.axes_of("experts"), *layout.axes_of("expert_mlp"))))
-    return different_and_alike(layout, divided)
+    return split_by_tokens(layout, divided)
 
 
 @dataclasses.dataclass(frozen=True)
-class Account:
+class DispatchCost:
     """What a form costs a device in one MoE layer under even routing.
 
     Attributes:
@@ -132,25 +132,27 @@ class Account:
         return self.moved + self.buffers // HBM_PER_LINK + self.steps * STEP_BYTES
 
 
-def account_of_gather(layout: Layout, tokens: int, config: ModelConfig, itemsize: int) -> Account:
+def gather_cost(layout: Layout, tokens: int, config: ModelConfig, itemsize: int) -> DispatchCost:
     """All rows in, float32 sums out; the sums are reduced where tokens are the same."""
-    there, alike = axes_of_dispatch(layout)
+    there, alike = dispatch_axes(layout)
     others, same = layout.size(there) - 1, layout.size(alike)
     row, total = _row(config, itemsize)
     moved = tokens * others * (row + total) + 2 * tokens * total * (same - 1) // same
-    return Account(moved, tokens * layout.size(there) * (row + total), (3 if others else 0) + (1 if same > 1 else 0))
+    return DispatchCost(
+        moved, tokens * layout.size(there) * (row + total), (3 if others else 0) + (1 if same > 1 else 0)
+    )
 
 
-def account_of_all_to_all(
-    layout: Layout, tokens: int, config: ModelConfig, itemsize: int, form: DispatchForm
-) -> Account:
+def all_to_all_cost(
+    layout: Layout, tokens: int, config: ModelConfig, itemsize: int, form: DispatchPolicy
+) -> DispatchCost:
     """Rows there and float32 sums back at each hop, a gather where widths are divided, the shares joined at the end."""
-    _, alike = axes_of_dispatch(layout)
+    _, alike = dispatch_axes(layout)
     share = -(-tokens // layout.size(alike))
     row, total = _row(config, itemsize)
     moved = share * total * (layout.size(alike) - 1)
     buffers = share * total
-    trip = hops(layout, share, config.n_routed_experts, config.num_experts_per_tok, form)
+    trip = plan_hops(layout, share, config.n_routed_experts, config.num_experts_per_tok, form)
     width = layout.size(layout.axes_of("expert_mlp"))
     for hop in trip:
         others = hop.group.size - 1
@@ -162,7 +164,7 @@ def account_of_all_to_all(
     buffers += arrived[1] * width * (row + total) if width > 1 else 0
     # At a hop: sort, counts, rows, experts and gates, results, and the sum of them.
     count = 6 * len(trip) + (3 if width > 1 else 0) + (1 if alike else 0)
-    return Account(moved, buffers, count)
+    return DispatchCost(moved, buffers, count)
 
 
 def _row(config: ModelConfig, itemsize: int) -> tuple[int, int]:
@@ -171,18 +173,18 @@ def _row(config: ModelConfig, itemsize: int) -> tuple[int, int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class DispatchChoice:
     """A form, and why it was chosen."""
 
-    form: DispatchForm
+    form: DispatchPolicy
     reason: str
-    gather: Account
-    all_to_all: Account
+    gather: DispatchCost
+    all_to_all: DispatchCost
 
 
-def choose_form(
-    layout: Layout, tokens: int, config: ModelConfig, *, itemsize: int = 2, transport: str = "ragged"
-) -> Choice:
+def choose_policy(
+    layout: Layout, tokens: int, config: ModelConfig, *, itemsize: int = 2, exchange_implementation: str = "ragged"
+) -> DispatchChoice:
     """The form that moves fewer bytes, when the fixed time of a step and the writing of buffers count as bytes too.
 
     A gather brings every token to every device, `devices - 1` rows a token; an all-to-all brings it to those that hold
@@ -193,17 +195,17 @@ def choose_form(
     Args:
         tokens: of one device.
         itemsize: bytes of a hidden value.
-        transport: see `sharding.exchange.resolve_transport`.
+        transport: see `sharding.exchange.resolve_exchange`.
     """
-    wide = DispatchForm("all_to_all", transport)
-    gather = account_of_gather(layout, tokens, config, itemsize)
-    exchanged = account_of_all_to_all(layout, tokens, config, itemsize, wide)
+    wide = DispatchPolicy("all_to_all", exchange_implementation)
+    gather = gather_cost(layout, tokens, config, itemsize)
+    exchanged = all_to_all_cost(layout, tokens, config, itemsize, wide)
     costs = (
         f"gather moves {gather.moved / 2**20:.1f} MiB in {gather.steps} steps, "
         f"all-to-all {exchanged.moved / 2**20:.1f} MiB in {exchanged.steps}"
     )
-    if not axes_of_dispatch(layout)[0]:
-        return Choice(GATHER, "every device has all tokens that its experts may get", gather, exchanged)
+    if not dispatch_axes(layout)[0]:
+        return DispatchChoice(GATHER, "every device has all tokens that its experts may get", gather, exchanged)
     if gather.weighed <= exchanged.weighed:
-        return Choice(GATHER, f"{tokens} tokens a device: {costs}", gather, exchanged)
-    return Choice(wide, f"{tokens} tokens a device: {costs}", gather, exchanged)
+        return DispatchChoice(GATHER, f"{tokens} tokens a device: {costs}", gather, exchanged)
+    return DispatchChoice(wide, f"{tokens} tokens a device: {costs}", gather, exchanged)

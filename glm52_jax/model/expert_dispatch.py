@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from glm52_jax.kernels.experts.api import routed_experts
-from glm52_jax.model.dispatch_policy import GATHER, DispatchForm, Hop, axes_of_dispatch, hops
+from glm52_jax.model.dispatch_policy import GATHER, DispatchPolicy, Hop, dispatch_axes, plan_hops
 from glm52_jax.params.quantization import BlockQuantized, Weight
-from sharding.collectives import after, all_gather, index, own_part, pmax, psum, psum_scatter
-from sharding.exchange import as_pieces, as_rows, exchange, round_windows, rounds_needed, rows_to_send, unwritten
+from sharding.collectives import all_gather, axis_index, local_shard, order_after, pmax, psum, psum_scatter
+from sharding.exchange import exchange, join_rows, round_windows, rounds_needed, rows_to_send, split_rows, uninitialized
 from sharding.layout import Layout
 
 Compute = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -40,7 +40,7 @@ def dispatch_experts(
     layer: jax.Array | int,
     *,
     backend: str,
-    form: DispatchForm = GATHER,
+    form: DispatchPolicy = GATHER,
 ) -> jax.Array:
     """For each of this device's tokens the sum over the experts that it chose, wherever they are.
 
@@ -63,12 +63,12 @@ def dispatch_experts(
         return routed_experts(x, experts, gates, gate_up, down, layer, backend=backend)
 
     held = jax.tree.leaves(down)[0].shape[1]
-    first = index(layout, layout.axes_of("experts")) * held
+    first = axis_index(layout, layout.axes_of("experts")) * held
 
     def own_experts(x: jax.Array, experts: jax.Array, gates: jax.Array) -> jax.Array:
         return compute(x, _numbers_here(experts, first, held), gates)
 
-    there, alike = axes_of_dispatch(layout)
+    there, alike = dispatch_axes(layout)
     if form.name == "gather":
         total = psum(layout, _gathered(layout, there, own_experts, x, experts, gates), alike)
         # A TPU would move a cast of the sum before it, and add in bfloat16.
@@ -94,7 +94,7 @@ def _all_to_all(
     experts: jax.Array,
     gates: jax.Array,
     count: int,
-    form: DispatchForm,
+    form: DispatchPolicy,
 ) -> jax.Array:
     """Sends rows to their experts and gets the sums.
 
@@ -105,15 +105,15 @@ def _all_to_all(
     tokens = x.shape[0]
     short = -tokens % layout.size(alike)
     x, experts, gates = (
-        own_part(layout, jnp.pad(array, ((0, short), (0, 0)), constant_values=fill), alike)
+        local_shard(layout, jnp.pad(array, ((0, short), (0, 0)), constant_values=fill), alike)
         for array, fill in ((x, 0), (experts, -1), (gates, 0))
     )
     share = x.shape[0]
-    cuts = [0, (share + 1) // 2, share] if form.halves and share > 1 else [0, share]
+    cuts = [0, (share + 1) // 2, share] if form.overlap and share > 1 else [0, share]
     parts = [(x[a:b], experts[a:b], gates[a:b]) for a, b in itertools.pairwise(cuts)]
-    trips = [hops(layout, b - a, count, experts.shape[1], form) for a, b in itertools.pairwise(cuts)]
+    hops = [plan_hops(layout, b - a, count, experts.shape[1], form) for a, b in itertools.pairwise(cuts)]
     compute = functools.partial(_gathered, layout, layout.axes_of("expert_mlp"), compute)
-    results = _travel(layout, trips, parts, compute, form.transport)
+    results = _exchange_over_hops(layout, hops, parts, compute, form.exchange_implementation)
     return all_gather(layout, jnp.concatenate(results), alike)[:tokens]
 
 
@@ -133,42 +133,42 @@ class _Outgoing(NamedTuple):
     row_of: jax.Array
 
 
-def _travel(
-    layout: Layout, trips: list[tuple[Hop, ...]], parts: list[Part], compute: Compute, transport: str
+def _exchange_over_hops(
+    layout: Layout, hops: list[tuple[Hop, ...]], parts: list[Part], compute: Compute, exchange_implementation: str
 ) -> list[jax.Array]:
     """The sums of the parts' tokens, float32 `[tokens, embed]` each; a trip is the hops that are still ahead of a part.
 
     Parts do not depend on each other. They share one loop, so that within its body one may travel while another is
     computed: a compiler moves nothing across loops.
     """
-    if not trips[0]:
+    if not hops[0]:
         return [compute(*part) for part in parts]
-    sent = [_sort(trip[0], *part) for trip, part in zip(trips, parts, strict=True)]
+    sent = [_sort(trip[0], *part) for trip, part in zip(hops, parts, strict=True)]
     rounds = jnp.int32(0)
-    for trip, outgoing in zip(trips, sent, strict=True):
+    for trip, outgoing in zip(hops, sent, strict=True):
         rounds = jnp.maximum(rounds, rounds_needed(outgoing.counts, trip[0].receives))
     # The group of this hop agrees, since all of it has the same counts. Those who meet later, inside of a round, must
     # too, or one would wait for a device that has gone home.
-    for hop in trips[0][1:]:
+    for hop in hops[0][1:]:
         rounds = jnp.max(hop.group.gather(rounds))
     rounds = pmax(layout, rounds, layout.axes_of("expert_mlp"))
 
     def one_round(state: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
         number, results = state
         back: list[jax.Array] = []
-        for trip, outgoing, result in zip(trips, sent, results, strict=True):
+        for trip, outgoing, result in zip(hops, sent, results, strict=True):
 
             def ahead(
                 x: jax.Array, experts: jax.Array, gates: jax.Array, rest: tuple[Hop, ...] = trip[1:]
             ) -> jax.Array:
-                return _travel(layout, [rest], [(x, experts, gates)], compute, transport)[0]
+                return _exchange_over_hops(layout, [rest], [(x, experts, gates)], compute, exchange_implementation)[0]
 
             if back and trip[1:]:  # a further hop has a loop of its own
-                outgoing = outgoing._replace(rows=after(layout, outgoing.rows, back[-1]))
-            back.append(_round(trip[0], outgoing, number, result, ahead, transport))
+                outgoing = outgoing._replace(rows=order_after(layout, outgoing.rows, back[-1]))
+            back.append(_round(trip[0], outgoing, number, result, ahead, exchange_implementation))
         return number + 1, back
 
-    room = [unwritten((trip[0].sends, 1, parts[0][0].shape[1]), jnp.float32) for trip in trips]
+    room = [uninitialized((trip[0].sends, 1, parts[0][0].shape[1]), jnp.float32) for trip in hops]
     _, results = jax.lax.while_loop(lambda state: state[0] < rounds, one_round, (jnp.int32(0), room))
     return [_collect(outgoing.row_of, result) for outgoing, result in zip(sent, results, strict=True)]
 
@@ -176,25 +176,33 @@ def _travel(
 def _sort(hop: Hop, x: jax.Array, experts: jax.Array, gates: jax.Array) -> _Outgoing:
     sending = rows_to_send(jnp.where(experts >= 0, experts // hop.held, -1), hop.group.size)
     token = sending.token_of
-    rows, packed = as_pieces(x)[token], as_pieces(pack(experts, gates))[token]
+    rows, packed = split_rows(x)[token], split_rows(pack(experts, gates))[token]
     return _Outgoing(rows, packed, hop.group.gather(sending.counts), sending.row_of)
 
 
 def _round(
-    hop: Hop, outgoing: _Outgoing, number: jax.Array, result: jax.Array, ahead: Compute, transport: str
+    hop: Hop, outgoing: _Outgoing, number: jax.Array, result: jax.Array, ahead: Compute, exchange_implementation: str
 ) -> jax.Array:
     """`result` with the sums of the rows that this round's receivers had room for."""
     place = hop.group.place()
     there, back = round_windows(outgoing.counts, place, hop.receives, number)
     rows, packed = (
-        as_rows(exchange(hop.group, sent, unwritten((hop.receives, *sent.shape[1:]), sent.dtype), there, transport))
+        join_rows(
+            exchange(
+                hop.group,
+                sent,
+                uninitialized((hop.receives, *sent.shape[1:]), sent.dtype),
+                there,
+                exchange_implementation,
+            )
+        )
         for sent in (outgoing.rows, outgoing.packed)
     )
     experts, gates = unpack(packed)
     # The buffer is filled from its start; what is behind the last row may be anything, and computes nothing.
     written = jnp.arange(hop.receives) < jnp.sum(there.recv_sizes)
     experts = jnp.where(written[:, None], _numbers_here(experts, place * hop.held, hop.held), -1)
-    return exchange(hop.group, as_pieces(ahead(rows, experts, gates)), result, back, transport)
+    return exchange(hop.group, split_rows(ahead(rows, experts, gates)), result, back, exchange_implementation)
 
 
 def _collect(row_of: jax.Array, result: jax.Array) -> jax.Array:
@@ -208,7 +216,7 @@ def _collect(row_of: jax.Array, result: jax.Array) -> jax.Array:
         return total + jnp.where(row[:, None, None] >= 0, result[row], 0.0)
 
     start = jnp.zeros((row_of.shape[0], *result.shape[1:]), jnp.float32)
-    return as_rows(jax.lax.fori_loop(0, row_of.shape[1], add, start))
+    return join_rows(jax.lax.fori_loop(0, row_of.shape[1], add, start))
 
 
 def expert_loads(layout: Layout, experts: jax.Array, count: int) -> jax.Array:
@@ -242,5 +250,5 @@ def _numbers_here(experts: jax.Array, first: jax.Array | int, held: int) -> jax.
 def _as_shard(weight: Weight) -> Weight:
     """An expert's matrices are stored in the shape that they are computed with, which in a shard is the shard's."""
     if isinstance(weight, BlockQuantized):
-        return dataclasses.replace(weight, view=weight.codes.shape[-2:])
+        return dataclasses.replace(weight, logical_shape=weight.codes.shape[-2:])
     return weight

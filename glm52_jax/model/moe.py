@@ -13,14 +13,14 @@ import jax.numpy as jnp
 
 from glm52_jax.config import ModelConfig
 from glm52_jax.kernels.experts.api import routed_experts
-from glm52_jax.kernels.lib.stacks import take
+from glm52_jax.kernels.lib.stacks import layer_of
 from glm52_jax.kernels.linear import linear, swiglu
 from glm52_jax.kernels.router.api import choose_experts
-from glm52_jax.kernels.router.rule import Rule
-from glm52_jax.model.dispatch_policy import GATHER, DispatchForm
+from glm52_jax.kernels.router.rule import RoutingRule
+from glm52_jax.model.dispatch_policy import GATHER, DispatchPolicy
 from glm52_jax.model.expert_dispatch import dispatch_experts
-from glm52_jax.model.sharded_matmul import joined, summed
-from sharding.collectives import after, all_gather
+from glm52_jax.model.sharded_matmul import column_parallel, row_parallel
+from sharding.collectives import all_gather, order_after
 from sharding.layout import SINGLE, Layout
 
 
@@ -48,15 +48,15 @@ def route(
         gates: float32 of the same shape, zero where there is no expert.
     """
     weight = weight.astype(jnp.float32)
-    logits = joined(layout, "router_experts", x.astype(jnp.float32), lambda rows: linear(rows, weight))
+    logits = column_parallel(layout, "router_experts", x.astype(jnp.float32), lambda rows: linear(rows, weight))
     bias = all_gather(layout, bias, layout.axes_of("router_experts"))
-    experts, gates, _ = choose_experts(logits, bias, real, rule_of(config), backend=backend)
+    experts, gates, _ = choose_experts(logits, bias, real, routing_rule(config), backend=backend)
     return experts, gates
 
 
-def rule_of(config: ModelConfig) -> Rule:
+def routing_rule(config: ModelConfig) -> RoutingRule:
     """How a model's router chooses."""
-    return Rule(
+    return RoutingRule(
         k=config.num_experts_per_tok,
         groups=config.n_group,
         kept_groups=config.topk_group,
@@ -74,7 +74,7 @@ def moe(
     *,
     backend: str,
     layout: Layout = SINGLE,
-    dispatch: DispatchForm = GATHER,
+    dispatch: DispatchPolicy = GATHER,
 ) -> tuple[jax.Array, jax.Array]:
     """One MoE layer.
 
@@ -90,7 +90,7 @@ def moe(
         `[batch * tokens, num_experts_per_tok]`.
     """
     flat = x.reshape(-1, x.shape[-1])
-    router, bias = take((stack["router"], stack["router_bias"]), layer)
+    router, bias = layer_of((stack["router"], stack["router_bias"]), layer)
     experts, gates = route(router, bias, config, flat, real.reshape(-1), backend=backend, layout=layout)
     weights = stack["gate_up"], stack["down"]
     if layout.devices == 1:
@@ -101,7 +101,7 @@ def moe(
     lost = real.reshape(-1) & (experts[:, 0] < 0)
     routed = jnp.where(lost[:, None], jnp.nan, routed)
     shared = sharded_mlp(
-        layout, after(layout, flat, routed), stack["shared_gate_up"], stack["shared_down"], layer, backend=backend
+        layout, order_after(layout, flat, routed), stack["shared_gate_up"], stack["shared_down"], layer, backend=backend
     )
     return (routed + shared.astype(jnp.float32)).astype(x.dtype).reshape(x.shape), experts
 
@@ -115,4 +115,4 @@ def sharded_mlp(
     def share(rows: jax.Array) -> jax.Array:
         return swiglu(rows, gate_up, down, layer, dtype=dtype, backend=backend)
 
-    return summed(layout, "mlp", x.reshape(-1, x.shape[-1]), share).astype(x.dtype).reshape(x.shape)
+    return row_parallel(layout, "mlp", x.reshape(-1, x.shape[-1]), share).astype(x.dtype).reshape(x.shape)

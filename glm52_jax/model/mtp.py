@@ -16,29 +16,29 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from glm52_jax.cache.page_sharding import Places
-from glm52_jax.cache.paged_cache import Cache
+from glm52_jax.cache.page_sharding import TokenPositions
+from glm52_jax.cache.paged_cache import PagedCache
 from glm52_jax.config import ModelConfig
 from glm52_jax.kernels.lib.layers import Rotary, rms_norm
 from glm52_jax.kernels.lib.selection import Selection
 from glm52_jax.kernels.linear import linear
-from glm52_jax.model.decoder_layer import Forms, LayerPlace, block
-from glm52_jax.model.embedding import embed, logits_of
-from sharding.collectives import after
+from glm52_jax.model.decoder_layer import ExecutionPolicy, LayerIndex, decoder_layer
+from glm52_jax.model.embedding import embed_tokens, project_logits
+from sharding.collectives import order_after
 from sharding.layout import SINGLE, Layout
 
 
-def advance(
+def mtp_layer(
     params: dict[str, Any],
     config: ModelConfig,
     hidden: jax.Array,
     next_tokens: jax.Array,
     positions: jax.Array,
-    cache: Cache,
-    forms: Forms,
+    cache: PagedCache,
+    policy: ExecutionPolicy,
     *,
     selection: Selection | None = None,
-) -> tuple[jax.Array, Cache, Selection]:
+) -> tuple[jax.Array, PagedCache, Selection]:
     """Runs the MTP layer over a chunk.
 
     Args:
@@ -55,8 +55,8 @@ def advance(
     chex.assert_equal_shape((next_tokens, positions))
     chex.assert_equal_shape_prefix((hidden, positions), 2)
     weights = params["mtp"]
-    next_tokens, positions = after(forms.layout, (next_tokens, positions), hidden)
-    embedding = embed(weights.get("embed", params["embed"]), next_tokens, hidden.dtype, forms.layout)
+    next_tokens, positions = order_after(policy.layout, (next_tokens, positions), hidden)
+    embedding = embed_tokens(weights.get("embed", params["embed"]), next_tokens, hidden.dtype, policy.layout)
     x = jnp.concatenate(
         [
             rms_norm(embedding, weights["embed_norm"], config.rms_norm_eps),
@@ -66,14 +66,14 @@ def advance(
     )
     x = linear(x, weights["project"])
     rotary = Rotary.at(positions, config.qk_rope_head_dim, config.rope_theta)
-    place = LayerPlace.of_mtp(config, own_selection=selection is None)
+    place = LayerIndex.of_mtp(config, own_selection=selection is None)
     if selection is None:
-        selection = forms.no_selection(config, cache, *positions.shape)
-    places = Places.of(forms.layout, cache, positions)
-    x, cache, selection, _ = block(params, config, place, x, rotary, places, cache, selection, forms)
+        selection = policy.no_selection(config, cache, *positions.shape)
+    places = TokenPositions.of(policy.layout, cache, positions)
+    x, cache, selection, _ = decoder_layer(params, config, place, x, rotary, places, cache, selection, policy)
     return rms_norm(x, weights["norm"], config.rms_norm_eps), cache, selection
 
 
-def logits(params: dict[str, Any], hidden: jax.Array, layout: Layout = SINGLE) -> jax.Array:
+def mtp_logits(params: dict[str, Any], hidden: jax.Array, layout: Layout = SINGLE) -> jax.Array:
     """float32 `[..., vocab]` of the layer's output, by the model's own head unless the file has another."""
-    return logits_of(params["mtp"].get("head", params["head"]), hidden, layout)
+    return project_logits(params["mtp"].get("head", params["head"]), hidden, layout)

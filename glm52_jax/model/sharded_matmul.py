@@ -12,12 +12,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from glm52_jax.params.axis_rules import different_and_alike
+from glm52_jax.params.axis_rules import split_by_tokens
 from sharding.collectives import all_gather, all_to_all, psum, psum_scatter
 from sharding.layout import Layout
 
 
-def summed(layout: Layout, name: str, x: jax.Array, share: Callable[[jax.Array], jax.Array]) -> jax.Array:
+def row_parallel(layout: Layout, name: str, x: jax.Array, share: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """The sum of all devices' shares, where `name` is a dimension that is summed over.
 
     Args:
@@ -28,12 +28,12 @@ def summed(layout: Layout, name: str, x: jax.Array, share: Callable[[jax.Array],
     Returns:
         `[rows, ...]` of this device's tokens.
     """
-    different, alike = different_and_alike(layout, layout.axes_of(name))
+    different, alike = split_by_tokens(layout, layout.axes_of(name))
     shares = share(all_gather(layout, x, different))
     return psum(layout, psum_scatter(layout, shares, different), alike)
 
 
-def joined(layout: Layout, name: str, x: jax.Array, part: Callable[[jax.Array], jax.Array]) -> jax.Array:
+def column_parallel(layout: Layout, name: str, x: jax.Array, part: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """The parts of all devices, where `name` is the last dimension of the result.
 
     Args:
@@ -45,7 +45,7 @@ def joined(layout: Layout, name: str, x: jax.Array, part: Callable[[jax.Array], 
         `[rows, n * devices]` of this device's tokens.
     """
     axes = layout.axes_of(name)
-    different, _ = different_and_alike(layout, axes)
+    different, _ = split_by_tokens(layout, axes)
     if not different:
         return all_gather(layout, part(x), axes, 1)
     # The axis that is gathered last has the outermost blocks of rows, which are given back first; it is also the one

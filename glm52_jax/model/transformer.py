@@ -16,17 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from glm52_jax.cache.cache_format import PLAIN_CACHE, CacheFormat
-from glm52_jax.cache.page_sharding import Places
-from glm52_jax.cache.paged_cache import Cache
+from glm52_jax.cache.page_sharding import TokenPositions
+from glm52_jax.cache.paged_cache import PagedCache
 from glm52_jax.config import SPARSE, ModelConfig
 from glm52_jax.inputs.values import token_batch
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.lib.layers import Rotary, rms_norm
 from glm52_jax.kernels.lib.selection import Selection
 from glm52_jax.model import embedding, mtp
-from glm52_jax.model.decoder_layer import Forms, LayerPlace, block
+from glm52_jax.model.decoder_layer import ExecutionPolicy, LayerIndex, decoder_layer
 from sharding.errors import InputError
-from sharding.jax_settings import under_own_settings
+from sharding.jax_settings import with_project_settings
 from sharding.layout import SINGLE, Layout
 
 Params = dict[str, Any]
@@ -68,12 +68,12 @@ def extend(
     config: ModelConfig,
     tokens: jax.Array,
     positions: jax.Array,
-    cache: Cache,
-    forms: Forms,
+    cache: PagedCache,
+    policy: ExecutionPolicy,
     *,
     traced: bool = False,
     unroll: int = 1,
-) -> tuple[jax.Array, Cache, LayerTrace | None]:
+) -> tuple[jax.Array, PagedCache, LayerTrace | None]:
     """Runs the layers over a chunk of tokens and adds it to the cache.
 
     Args:
@@ -89,29 +89,31 @@ def extend(
     """
     chex.assert_rank(tokens, 2)
     chex.assert_equal_shape((tokens, positions))
-    x = embedding.embed(params["embed"], tokens, compute_dtype(params), forms.layout)
-    places = Places.of(forms.layout, cache, positions)
+    x = embedding.embed_tokens(params["embed"], tokens, compute_dtype(params), policy.layout)
+    places = TokenPositions.of(policy.layout, cache, positions)
     rotary = Rotary.at(positions, config.qk_rope_head_dim, config.rope_theta)
 
-    def body(carry: tuple[jax.Array, Cache, Selection], place: LayerPlace) -> tuple[Any, LayerTrace | None]:
+    def body(carry: tuple[jax.Array, PagedCache, Selection], place: LayerIndex) -> tuple[Any, LayerTrace | None]:
         before, cache, selection = carry
-        x, cache, selection, experts = block(params, config, place, before, rotary, places, cache, selection, forms)
+        x, cache, selection, experts = decoder_layer(
+            params, config, place, before, rotary, places, cache, selection, policy
+        )
         return (x, cache, selection), LayerTrace(before, selection, experts) if traced else None
 
-    start = (x, cache, forms.no_selection(config, cache, *tokens.shape))
-    (x, cache, _), layers = scan_layers(body, start, LayerPlace.plan(config), unroll)
+    start = (x, cache, policy.no_selection(config, cache, *tokens.shape))
+    (x, cache, _), layers = scan_layers(body, start, LayerIndex.plan(config), unroll)
     return rms_norm(x, params["norm"], config.rms_norm_eps), cache, layers
 
 
-def scan_layers(body: Any, start: Any, plan: LayerPlace, unroll: int) -> Any:
+def scan_layers(body: Any, start: Any, plan: LayerIndex, unroll: int) -> Any:
     """`lax.scan` over the layers; a kind that all share is passed as a Python bool, so that only it is traced."""
     known = {f: bool(flags[0]) for f in ("full", "dense") if len(set((flags := getattr(plan, f)).tolist())) == 1}
     return jax.lax.scan(lambda carry, place: body(carry, place._replace(**known)), start, plan, unroll=unroll)
 
 
-def head(params: Params, hidden: jax.Array, layout: Layout = SINGLE) -> jax.Array:
+def model_logits(params: Params, hidden: jax.Array, layout: Layout = SINGLE) -> jax.Array:
     """float32 logits `[..., vocab]` of hidden states after the final norm."""
-    return embedding.logits_of(params["head"], hidden, layout)
+    return embedding.project_logits(params["head"], hidden, layout)
 
 
 def compute_dtype(params: Params) -> jnp.dtype:
@@ -119,14 +121,14 @@ def compute_dtype(params: Params) -> jnp.dtype:
     return params["embed"].dtype
 
 
-@under_own_settings
+@with_project_settings
 def forward(
     params: Params,
     config: ModelConfig,
     tokens: jax.typing.ArrayLike,
     mask: jax.typing.ArrayLike | None = None,
     *,
-    forms: Forms | None = None,
+    policy: ExecutionPolicy | None = None,
     cache_format: CacheFormat | None = None,
 ) -> jax.Array:
     """Logits of whole texts.
@@ -147,50 +149,50 @@ def forward(
     """
     tokens, mask = _checked(config, tokens, mask)
     form = cache_format or PLAIN_CACHE
-    return _forward(params, config, tokens, mask, forms or _best_forms(params, config, tokens, form), form)
+    return _forward(params, config, tokens, mask, policy or _best_forms(params, config, tokens, form), form)
 
 
-@under_own_settings
+@with_project_settings
 def trace(
     params: Params,
     config: ModelConfig,
     tokens: jax.typing.ArrayLike,
     mask: jax.typing.ArrayLike | None = None,
     *,
-    forms: Forms | None = None,
+    policy: ExecutionPolicy | None = None,
     cache_format: CacheFormat | None = None,
 ) -> Trace:
     """Like `forward`, with what every layer did. See `Trace`."""
     tokens, mask = _checked(config, tokens, mask)
     form = cache_format or PLAIN_CACHE
-    return _trace(params, config, tokens, mask, forms or _best_forms(params, config, tokens, form), form)
+    return _trace(params, config, tokens, mask, policy or _best_forms(params, config, tokens, form), form)
 
 
-@partial(jax.jit, static_argnames=("config", "forms", "form"))
+@partial(jax.jit, static_argnames=("config", "policy", "form"))
 def _forward(
     params: Params,
     config: ModelConfig,
     tokens: jax.Array,
     mask: jax.Array,
-    forms: Forms,
+    policy: ExecutionPolicy,
     form: CacheFormat = PLAIN_CACHE,
 ) -> jax.Array:
     order = _real_first(mask)
-    hidden, _, _ = _whole(params, config, tokens, mask, order, forms, form, traced=False)
-    return _unpack(head(params, hidden), order)
+    hidden, _, _ = _whole(params, config, tokens, mask, order, policy, form, traced=False)
+    return _unpack(model_logits(params, hidden), order)
 
 
-@partial(jax.jit, static_argnames=("config", "forms", "form"))
+@partial(jax.jit, static_argnames=("config", "policy", "form"))
 def _trace(
     params: Params,
     config: ModelConfig,
     tokens: jax.Array,
     mask: jax.Array,
-    forms: Forms,
+    policy: ExecutionPolicy,
     form: CacheFormat = PLAIN_CACHE,
 ) -> Trace:
     order = _real_first(mask)
-    hidden, cache, layers = _whole(params, config, tokens, mask, order, forms, form, traced=True)
+    hidden, cache, layers = _whole(params, config, tokens, mask, order, policy, form, traced=True)
     assert layers is not None
     batch, length = tokens.shape
     streams = jnp.concatenate([layers.hidden, hidden[None]])
@@ -203,11 +205,11 @@ def _trace(
     experts = jnp.sort(layers.experts[sparse], axis=-1)
     experts = experts.reshape(len(experts), batch, length, -1)
     return Trace(
-        logits=_unpack(head(params, hidden), order),
+        logits=_unpack(model_logits(params, hidden), order),
         hidden=jax.vmap(lambda stream: _unpack(stream, order))(streams),
         topk=jax.vmap(lambda columns: _unpack(columns, order))(columns),
         experts=jax.vmap(lambda e: _unpack(e, order))(experts).reshape(len(experts), batch * length, -1),
-        mtp_logits=_mtp_logits(params, config, tokens, mask, order, hidden, cache, forms),
+        mtp_logits=_mtp_logits(params, config, tokens, mask, order, hidden, cache, policy),
     )
 
 
@@ -218,8 +220,8 @@ def _mtp_logits(
     mask: jax.Array,
     order: jax.Array,
     hidden: jax.Array,
-    cache: Cache,
-    forms: Forms,
+    cache: PagedCache,
+    policy: ExecutionPolicy,
 ) -> jax.Array | None:
     if "mtp" not in params:
         return None
@@ -229,8 +231,8 @@ def _mtp_logits(
     positions = _positions(mask)
     known = positions[:, 1:] >= 0  # the last token of a text has no successor
     positions = jnp.where(known, positions[:, :-1], -1)
-    out, _, _ = mtp.advance(params, config, hidden[:, :-1], packed[:, 1:], positions, cache, forms)
-    padded = jnp.pad(mtp.logits(params, out), ((0, 0), (0, 1), (0, 0)))
+    out, _, _ = mtp.mtp_layer(params, config, hidden[:, :-1], packed[:, 1:], positions, cache, policy)
+    padded = jnp.pad(mtp.mtp_logits(params, out), ((0, 0), (0, 1), (0, 0)))
     return _unpack(padded, order)[:, :-1]
 
 
@@ -240,29 +242,31 @@ def _whole(
     tokens: jax.Array,
     mask: jax.Array,
     order: jax.Array,
-    forms: Forms,
+    policy: ExecutionPolicy,
     form: CacheFormat,
     *,
     traced: bool,
-) -> tuple[jax.Array, Cache, LayerTrace | None]:
+) -> tuple[jax.Array, PagedCache, LayerTrace | None]:
     """`extend` over whole texts with a cache of their length; results in packed order."""
     config = config if "mtp" in params else config.without_mtp()
-    cache = _cache_of(params, config, tokens, form, forms)
+    cache = _cache_of(params, config, tokens, form, policy)
     packed = jnp.take_along_axis(tokens, order, axis=1)
-    return extend(params, config, packed, _positions(mask), cache, forms, traced=traced)
+    return extend(params, config, packed, _positions(mask), cache, policy, traced=traced)
 
 
-def _cache_of(params: Params, config: ModelConfig, tokens: jax.Array, form: CacheFormat, forms: Forms) -> Cache:
+def _cache_of(
+    params: Params, config: ModelConfig, tokens: jax.Array, form: CacheFormat, policy: ExecutionPolicy
+) -> PagedCache:
     """A cache for whole texts: one page a text, or pages and rows as the kernels for TPUs want them."""
     (batch, length), dtype = tokens.shape, compute_dtype(params)
-    if Target.of(forms.backend) is None:
-        return Cache.create(config, batch, length, dtype=dtype, page_size=length, form=form)
-    return Cache.create(config, batch, length, dtype=dtype, form=form.on("tpu", config, dtype))
+    if Target.of(policy.backend) is None:
+        return PagedCache.create(config, batch, length, dtype=dtype, page_size=length, form=form)
+    return PagedCache.create(config, batch, length, dtype=dtype, form=form.on("tpu", config, dtype))
 
 
-def _best_forms(params: Params, config: ModelConfig, tokens: jax.Array, form: CacheFormat) -> Forms:
+def _best_forms(params: Params, config: ModelConfig, tokens: jax.Array, form: CacheFormat) -> ExecutionPolicy:
     length = tokens.shape[1]
-    best = Forms.best(length)
+    best = ExecutionPolicy.best(length)
     return best.for_cache(config, jax.eval_shape(lambda: _cache_of(params, config, tokens, form, best)), length)
 
 

@@ -14,14 +14,14 @@ from types import MappingProxyType
 from sharding.errors import InputError
 from sharding.layout import Layout, declare_names
 
-DIFFERENT = ("batch", "tokens")
+TOKEN_NAMES = ("batch", "tokens")
 """Names along whose axes devices have different tokens; a decode step divides the first only."""
 
 _ONE_ARRAY = "both are dimensions of one array"
 
 
 @dataclasses.dataclass(frozen=True)
-class Division:
+class AxisRule:
     """What a step does with a logical name that is over mesh axes.
 
     Attributes:
@@ -35,39 +35,39 @@ class Division:
     apart: Mapping[str, str] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
 
 
-DIVISIONS: Mapping[str, Division] = MappingProxyType(
+AXIS_RULES: Mapping[str, AxisRule] = MappingProxyType(
     {
-        "batch": Division("each device has its own sequences; their tokens are gathered at the end of a step"),
-        "tokens": Division(
+        "batch": AxisRule("each device has its own sequences; their tokens are gathered at the end of a step"),
+        "tokens": AxisRule(
             "each device has its own part of a prefill chunk, and asks those that keep other pages",
             apart={"batch": _ONE_ARRAY},
         ),
-        "kv_pages": Division(
+        "kv_pages": AxisRule(
             "selection and attention of each device's pages are merged",
             apart={"batch": "a device keeps pages of its own sequences only"},
         ),
-        "heads": Division(
+        "heads": AxisRule(
             "the output projection is summed",
-            apart={name: f"the sum over heads would add those of different {name}" for name in DIFFERENT},
+            apart={name: f"the sum over heads would add those of different {name}" for name in TOKEN_NAMES},
         ),
-        "experts": Division("tokens are brought to their experts and back"),
-        "expert_mlp": Division("shares of an expert's width are summed", apart={"experts": _ONE_ARRAY}),
-        "mlp": Division("shares of the width are summed"),
-        "vocab": Division("rows of the embedding are summed, logits gathered"),
-        "router_experts": Division("scores of experts are gathered"),
-        "index_heads": Division("index queries and head weights are gathered"),
-        "embed": Division(whole="norms and products take the residual stream whole"),
-        "q_lora": Division(whole="the norm of the query latent takes it whole"),
-        "kv_lora": Division(whole="the norm of a latent row takes it whole"),
-        "layers": Division(whole="every device runs all layers"),
+        "experts": AxisRule("tokens are brought to their experts and back"),
+        "expert_mlp": AxisRule("shares of an expert's width are summed", apart={"experts": _ONE_ARRAY}),
+        "mlp": AxisRule("shares of the width are summed"),
+        "vocab": AxisRule("rows of the embedding are summed, logits gathered"),
+        "router_experts": AxisRule("scores of experts are gathered"),
+        "index_heads": AxisRule("index queries and head weights are gathered"),
+        "embed": AxisRule(whole="norms and products take the residual stream whole"),
+        "q_lora": AxisRule(whole="the norm of the query latent takes it whole"),
+        "kv_lora": AxisRule(whole="the norm of a latent row takes it whole"),
+        "layers": AxisRule(whole="every device runs all layers"),
     }
 )
-declare_names(DIVISIONS)
+declare_names(AXIS_RULES)
 
 
 def rules_of(layout: Layout) -> dict[str, tuple[str, ...]]:
     """The mesh axes of every logical name as the layout states them, those of size one included."""
-    return {**dict.fromkeys(DIVISIONS, ()), **dict(layout.rules)}
+    return {**dict.fromkeys(AXIS_RULES, ()), **dict(layout.rules)}
 
 
 def check_rules(layout: Layout) -> None:
@@ -78,9 +78,9 @@ def check_rules(layout: Layout) -> None:
             or two over one axis that have to be apart: by layout, names, axis and reason.
     """
     for name, _ in layout.rules:
-        if name not in DIVISIONS:
-            raise InputError(f"layout {layout.name}: rule for {name!r}, expected one of {', '.join(DIVISIONS)}")
-    for name, division in DIVISIONS.items():
+        if name not in AXIS_RULES:
+            raise InputError(f"layout {layout.name}: rule for {name!r}, expected one of {', '.join(AXIS_RULES)}")
+    for name, division in AXIS_RULES.items():
         axes = layout.axes_of(name)
         if axes and division.whole:
             raise InputError(
@@ -96,13 +96,13 @@ def check_rules(layout: Layout) -> None:
                     )
 
 
-def different_and_alike(layout: Layout, axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def split_by_tokens(layout: Layout, axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Those of the axes along which devices have different tokens, and those along which they have the same."""
-    differ = {axis for name in DIFFERENT for axis in layout.axes_of(name)}
+    differ = {axis for name in TOKEN_NAMES for axis in layout.axes_of(name)}
     return tuple(axis for axis in axes if axis in differ), tuple(axis for axis in axes if axis not in differ)
 
 
-def asking(layout: Layout) -> tuple[str, ...]:
+def query_gather_axes(layout: Layout) -> tuple[str, ...]:
     """Axes along which devices have different tokens of a sequence, and different pages of it to ask for them."""
     pages = layout.axes_of("kv_pages")
     return tuple(axis for axis in layout.axes_of("tokens") if axis in pages)

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from glm52_jax.config import ModelConfig
 from glm52_jax.params.quantization import FLOAT8, BlockQuantized
 from glm52_jax.params.spec import Param, parameters
-from sharding.jax_settings import under_own_settings
+from sharding.jax_settings import with_project_settings
 
 
-def build(config: ModelConfig, make: Callable[[Param], Any]) -> dict[str, Any]:
+def build_tree(config: ModelConfig, make: Callable[[Param], Any]) -> dict[str, Any]:
     """The nested dictionaries of `Params` with `make(param)` at each path; a None is left out."""
     tree: dict[str, Any] = {}
     for param in parameters(config):
@@ -28,7 +28,7 @@ def build(config: ModelConfig, make: Callable[[Param], Any]) -> dict[str, Any]:
     return tree
 
 
-def leaf_of(params: dict[str, Any], path: str) -> Any:
+def leaf_at(params: dict[str, Any], path: str) -> Any:
     """The leaf of a parameter tree at a path of the table; None where there is none."""
     node: Any = params
     for name in path.split("."):
@@ -59,15 +59,15 @@ def abstract_params(config: ModelConfig, *, dtype: Any = None) -> dict[str, Any]
         }
         return BlockQuantized(
             **shapes,
-            view=tuple(param.view or param.tensor_shape),
+            logical_shape=tuple(param.logical_shape or param.tensor_shape),
             block=quantization.block,
             row_dims=param.row_dims,
         )
 
-    return build(config, make)
+    return build_tree(config, make)
 
 
-@under_own_settings
+@with_project_settings
 def init_params(config: ModelConfig, key: jax.Array, *, dtype: Any = None) -> dict[str, Any]:
     """Random weights: normal with `initializer_range`, norms one, biases zero.
 
@@ -87,7 +87,7 @@ def init_params(config: ModelConfig, key: jax.Array, *, dtype: Any = None) -> di
         return jnp.full(shape, {"ones": 1, "zeros": 0}[param.init], kind)
 
     # One compiled program: an operation a leaf would be compiled a leaf.
-    return jax.jit(lambda: build(config, make))()
+    return jax.jit(lambda: build_tree(config, make))()
 
 
 def _stable_hash(text: str) -> int:

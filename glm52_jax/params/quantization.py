@@ -37,31 +37,31 @@ class BlockQuantized:
         view: shape of one whole matrix as the model computes with it, a reshape of `[out, in]`. Where the codes are one
             device's part of it, the first dimension of the rows or of the columns is as much smaller.
         block: (rows, columns) of a block.
-        row_dims: how many dimensions of `view` are the rows.
+        row_dims: how many dimensions of `logical_shape` are the rows.
     """
 
     codes: jax.Array
     scales: jax.Array
-    view: tuple[int, ...] = flax.struct.field(pytree_node=False)
+    logical_shape: tuple[int, ...] = flax.struct.field(pytree_node=False)
     block: tuple[int, int] = flax.struct.field(pytree_node=False, default=(128, 128))
     row_dims: int = flax.struct.field(pytree_node=False, default=1)
 
     @property
     def matrix(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Dimensions of the rows and of the columns of one matrix that is held here, as the model computes with it."""
-        rows, columns = self.view[: self.row_dims], self.view[self.row_dims :]
+        rows, columns = self.logical_shape[: self.row_dims], self.logical_shape[self.row_dims :]
         held = self.codes.shape[-2] // math.prod(rows[1:]), self.codes.shape[-1] // math.prod(columns[1:])
         return (held[0], *rows[1:]), (held[1], *columns[1:])
 
     def dequantize(self, dtype: jnp.dtype) -> jax.Array:
-        """The plain weights `[..., *view]` in `dtype`, rounded once from the float32 product."""
+        """The plain weights `[..., *logical_shape]` in `dtype`, rounded once from the float32 product."""
         weights = dequantize_blocks(self.codes, self.scales, self.block).astype(dtype)
         rows, columns = self.matrix
         return weights.reshape(*self.codes.shape[:-2], *rows, *columns)
 
 
 @flax.struct.dataclass
-class InStack:
+class StackedWeight:
     """A matrix of a stack in codes that stays there, for a kernel that reads it where it is.
 
     Attributes:
@@ -75,7 +75,7 @@ class InStack:
     backend: str = flax.struct.field(pytree_node=False)
 
     @classmethod
-    def of(cls, stack: BlockQuantized, index: tuple[Any, ...], backend: str) -> InStack:
+    def of(cls, stack: BlockQuantized, index: tuple[Any, ...], backend: str) -> StackedWeight:
         """What is at `index` of the first dimensions of the codes; matrices of further ones are side by side."""
         number = jnp.int32(0)
         for place, size in zip(index, stack.codes.shape, strict=False):
@@ -92,12 +92,12 @@ class InStack:
         return (*self.stack.codes.shape[1:-2], *self.stack.matrix[0])
 
 
-Weight = jax.Array | BlockQuantized | InStack
+Weight = jax.Array | BlockQuantized | StackedWeight
 
 
-def plain(weight: Weight, dtype: jnp.dtype) -> jax.Array:
+def dequantized(weight: Weight, dtype: jnp.dtype) -> jax.Array:
     """A weight to multiply with: quantised ones become `dtype`, plain ones stay as they are."""
-    if isinstance(weight, InStack):
+    if isinstance(weight, StackedWeight):
         weight = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, weight.index, keepdims=False), weight.stack)
     return weight.dequantize(dtype) if isinstance(weight, BlockQuantized) else weight
 
@@ -142,7 +142,7 @@ def quantize_groups(values: jax.Array, group: int) -> tuple[jax.Array, jax.Array
     """
     groups = _grouped(values.astype(jnp.float32), group)
     scales, inverse = group_scales(jnp.max(jnp.abs(groups), axis=-1))
-    codes = saturate(groups * inverse[..., None])
+    codes = to_float8(groups * inverse[..., None])
     return codes.reshape(*values.shape[:-1], -1)[..., : values.shape[-1]], scales
 
 
@@ -168,12 +168,12 @@ def dequantize_groups(codes: jax.Array, scales: jax.Array, group: int) -> jax.Ar
     return codes.astype(jnp.float32) * spread
 
 
-def saturate(values: jax.Array) -> jax.Array:
+def to_float8(values: jax.Array) -> jax.Array:
     """float8_e4m3fn of float32 values; what is beyond its range becomes 448, which a plain cast would make NaN."""
-    return saturated(values).astype(FLOAT8)
+    return clamp_to_float8(values).astype(FLOAT8)
 
 
-def saturated(values: jax.Array) -> jax.Array:
+def clamp_to_float8(values: jax.Array) -> jax.Array:
     """float32 values within the range of float8_e4m3fn; a cast rounds them and changes nothing else."""
     largest = _LARGEST[jnp.dtype(FLOAT8)]
     return jnp.clip(values, -largest, largest)

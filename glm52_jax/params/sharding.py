@@ -15,9 +15,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from glm52_jax.config import ModelConfig
 from glm52_jax.params.axis_rules import check_rules
-from glm52_jax.params.init import build, leaf_of
+from glm52_jax.params.init import build_tree, leaf_at
 from glm52_jax.params.quantization import BlockQuantized
-from glm52_jax.params.sharding_checks import of_codes
+from glm52_jax.params.sharding_checks import quantized_shardings
 from glm52_jax.params.spec import Param
 from sharding.layout import AXES, Layout
 from sharding.partition import partition
@@ -43,7 +43,7 @@ def param_shardings(config: ModelConfig, layout: Layout, mesh: Mesh | None = Non
     """
     check_rules(layout)
     if mesh is None:
-        build(config, lambda param: param_spec(param, config, layout))  # what no mesh would make right
+        build_tree(config, lambda param: param_spec(param, config, layout))  # what no mesh would make right
         mesh = layout.mesh()
     return lambda param: NamedSharding(mesh, param_spec(param, config, layout))
 
@@ -67,20 +67,20 @@ def param_specs(params: Any, config: ModelConfig, layout: Layout, mesh: Mesh | A
     mesh = abstract_mesh(layout) if mesh is None else mesh
 
     def specs(param: Param) -> Any:
-        leaf = leaf_of(params, param.path)
+        leaf = leaf_at(params, param.path)
         if leaf is None:
             return None
         spec = param_spec(param, config, layout)
         if not isinstance(leaf, BlockQuantized):
             return spec
         shape = param.stacked_shape(config)
-        codes, scales = of_codes(param, shape, NamedSharding(mesh, spec), leaf.block)
+        codes, scales = quantized_shardings(param, shape, NamedSharding(mesh, spec), leaf.block)
         assert isinstance(codes, NamedSharding)
         assert isinstance(scales, NamedSharding)
         parts: dict[str, Any] = {"codes": codes.spec, "scales": scales.spec}
         return dataclasses.replace(leaf, **parts)
 
-    return build(config, specs)
+    return build_tree(config, specs)
 
 
 def batch_spec(layout: Layout, *names: str) -> PartitionSpec:
@@ -88,6 +88,6 @@ def batch_spec(layout: Layout, *names: str) -> PartitionSpec:
     return partition(layout, ("batch", *names))
 
 
-def named(specs: Any, mesh: Mesh) -> Any:
+def named_shardings(specs: Any, mesh: Mesh) -> Any:
     """Shardings of a tree of specs."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))

@@ -14,7 +14,7 @@ from glm52_jax.params.spec import Param
 from sharding.errors import InputError
 
 
-def check_fits(param: Param, shape: tuple[int, ...], sharding: Sharding) -> None:
+def check_divides(param: Param, shape: tuple[int, ...], sharding: Sharding) -> None:
     """Refuses a sharding of a parameter that does not divide it evenly.
 
     Args:
@@ -48,7 +48,7 @@ def check_fits(param: Param, shape: tuple[int, ...], sharding: Sharding) -> None
             )
 
 
-def of_codes(
+def quantized_shardings(
     param: Param, shape: tuple[int, ...], sharding: Sharding | None, block: tuple[int, int]
 ) -> tuple[Sharding | None, Sharding | None]:
     """Shardings of a parameter's codes `[*lead, out, in]` and of their scales, from that of its plain form.
@@ -68,10 +68,10 @@ def of_codes(
     if not isinstance(sharding, NamedSharding):
         raise InputError(f"sharding of {param.path}, which is in codes, is {sharding}, expected a NamedSharding")
     axes = list(_axes(sharding, len(shape)))
-    view = param.view or param.tensor_shape
-    lead = len(shape) - len(view)
+    logical_shape = param.logical_shape or param.tensor_shape
+    lead = len(shape) - len(logical_shape)
     entries = axes[:lead]
-    for side, group in enumerate(_groups(param.tensor_shape, view)):
+    for side, group in enumerate(_groups(param.tensor_shape, logical_shape)):
         first, *others = (lead + i for i in group)
         for dimension in others:
             if _parts(sharding, axes[dimension]) > 1 and math.prod(shape[first:dimension]) > 1:
@@ -100,14 +100,14 @@ def _check_blocks(
         )
 
 
-def _groups(matrix: tuple[int, ...], view: tuple[int, ...]) -> Iterator[list[int]]:
+def _groups(matrix: tuple[int, ...], logical_shape: tuple[int, ...]) -> Iterator[list[int]]:
     """For each dimension of a matrix the dimensions of its view that it is split into."""
     dimension = 0
     for size in matrix:
         group: list[int] = [dimension]
-        while math.prod(view[i] for i in group) < size:
+        while math.prod(logical_shape[i] for i in group) < size:
             group.append(group[-1] + 1)
-        assert math.prod(view[i] for i in group) == size
+        assert math.prod(logical_shape[i] for i in group) == size
         dimension = group[-1] + 1
         yield group
 

@@ -73,7 +73,7 @@ class Param:
         tensors: names of the published tensors it is made of, within a layer; `{expert}` runs over the experts.
         tensor_shape: `[out, in]` shape of each of them.
         view: shape that a published tensor is reshaped to before `rows` is taken; None where it is used as it is.
-        rows: slice of the second dimension of `view` that this parameter takes.
+        rows: slice of the second dimension of `logical_shape` that this parameter takes.
         init: "normal", "ones" or "zeros".
         fp8: whether the published FP8 files store it in blocks.
         dequantize: computed with in plain form only, since a head is no whole number of scale blocks.
@@ -88,7 +88,7 @@ class Param:
     axes: tuple[str | None, ...]
     tensors: tuple[str, ...]
     tensor_shape: tuple[int, ...]
-    view: tuple[int, ...] | None = None
+    logical_shape: tuple[int, ...] | None = None
     rows: tuple[int, int] | None = None
     init: str = "normal"
     fp8: bool = False
@@ -110,15 +110,15 @@ class Param:
 
     @property
     def piece_shape(self) -> tuple[int, ...]:
-        """Shape of what one published tensor gives to the parameter: all of it, or `rows` of its `view`."""
-        shape = self.view or self.tensor_shape
+        """Shape of what one published tensor gives to the parameter: all of it, or `rows` of its `logical_shape`."""
+        shape = self.logical_shape or self.tensor_shape
         return (shape[0], self.rows[1] - self.rows[0], *shape[2:]) if self.rows else shape
 
     @property
     def row_dims(self) -> int:
-        """How many dimensions of `view` the rows of the published tensor are split into."""
+        """How many dimensions of `logical_shape` the rows of the published tensor are split into."""
         dims, size = 0, 1
-        for length in self.view or self.tensor_shape:
+        for length in self.logical_shape or self.tensor_shape:
             if size == self.tensor_shape[0] and dims:
                 break
             dims, size = dims + 1, size * length
@@ -236,7 +236,7 @@ def _attention(c: ModelConfig) -> tuple[Param, ...]:
         "part": "attention",
         "tensors": ("self_attn.kv_b_proj.weight",),
         "tensor_shape": (h * (nope + value), r),
-        "view": (h, nope + value, r),
+        "logical_shape": (h, nope + value, r),
         "axes": ("heads", None, "kv_lora"),
         "fp8": True,
         "dequantize": True,
@@ -263,14 +263,14 @@ def _attention(c: ModelConfig) -> tuple[Param, ...]:
             "q_b_proj",
             (h * c.qk_head_dim, c.q_lora_rank),
             ("heads", None, "q_lora"),
-            view=(h, c.qk_head_dim, c.q_lora_rank),
+            logical_shape=(h, c.qk_head_dim, c.q_lora_rank),
         ),
         matrix("kv_a", "kv_a_proj_with_mqa", (c.latent_width, d), ("kv_lora", "embed")),
         *bias("kv_a_bias", "kv_a_proj_with_mqa", c.latent_width, "kv_lora"),
         _norm("attention.kv_a_norm", "norms", Stack.LAYER, "self_attn.kv_a_layernorm", r, "kv_lora"),
         Param("attention.k_up", shape=(h, nope, r), rows=(0, nope), **kv_b),
         Param("attention.v_up", shape=(h, value, r), rows=(nope, nope + value), **kv_b),
-        matrix("o", "o_proj", (d, h * value), ("embed", "heads", None), view=(d, h, value)),
+        matrix("o", "o_proj", (d, h * value), ("embed", "heads", None), logical_shape=(d, h, value)),
         *bias("o_bias", "o_proj", d, "embed"),
         _norm("attention.post_norm", "norms", Stack.LAYER, "post_attention_layernorm", d, "embed"),
     )
@@ -281,7 +281,9 @@ def _indexer(c: ModelConfig) -> tuple[Param, ...]:
     stack, part, prefix = Stack.INDEXER, "indexer", "self_attn.indexer."
     axes = ("index_heads", None, "q_lora")
     return (
-        _matrix("indexer.q_b", part, stack, prefix + "wq_b.weight", (h * w, q), axes, fp8=True, view=(h, w, q)),
+        _matrix(
+            "indexer.q_b", part, stack, prefix + "wq_b.weight", (h * w, q), axes, fp8=True, logical_shape=(h, w, q)
+        ),
         _matrix("indexer.k", part, stack, prefix + "wk.weight", (w, d), (None, "embed"), fp8=True),
         _vector("indexer.k_norm", part, stack, prefix + "k_norm.weight", w, None, init="ones"),
         _vector("indexer.k_norm_bias", part, stack, prefix + "k_norm.bias", w, None, init="zeros"),
@@ -338,8 +340,8 @@ def _mtp(c: ModelConfig) -> tuple[Param, ...]:
 def _matrix(
     path: str, part: str, stack: Stack, name: str, shape: tuple[int, int], axes: tuple[str | None, ...], **kw
 ) -> Param:
-    """A projection made of one published tensor; `view` splits its rows or columns into heads."""
-    return Param(path, part, stack, kw.get("view") or shape, axes, (name,), shape, **kw)
+    """A projection made of one published tensor; `logical_shape` splits its rows or columns into heads."""
+    return Param(path, part, stack, kw.get("logical_shape") or shape, axes, (name,), shape, **kw)
 
 
 def _vector(path: str, part: str, stack: Stack, name: str, size: int, axis: str | None, *, init: str) -> Param:

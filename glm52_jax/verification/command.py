@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from glm52_jax.checkpoint.sources.open_source import Checkpoint
-    from glm52_jax.verification.layerwise import Finding
+    from glm52_jax.verification.layerwise import StageDifference
 
 _MOST_DIFFERENCES = 20
 
@@ -101,7 +101,7 @@ def _verify_layers(
     click.echo(f"layer{plural} {', '.join(map(str, layers))}: no difference beyond rounding")
 
 
-def _print_layer(findings: Sequence[Finding], *, header: bool) -> None:
+def _print_layer(findings: Sequence[StageDifference], *, header: bool) -> None:
     """A layer's rows of the table, as soon as it is done; those of the next one go on below them."""
     terminal = sys.stdout.isatty()
     table = Table(box=SIMPLE_HEAD if terminal else None, show_header=header, pad_edge=False)

@@ -4,7 +4,8 @@ The weights are read here by name, and codes are multiplied by their scales here
 project's own reading or arithmetic is shared with what is compared. Two things are not as `transformers` has them: the
 epsilon of the two latent norms is the config's (`transformers` builds them with 1e-6), and the rotary frequencies are
 rounded once from float64 (its float32 power is an ulp away, which alone turns position 2,000 by 1e-4;
-`Reference.own_rotary` has its own). The MTP layer, which it has not, is its decoder layer behind the MTP projection.
+`ReferenceLayers.own_rotary` has its own). The MTP layer, which it has not, is its decoder layer behind the MTP
+projection.
 
 Importing this module needs torch and transformers, the extra `oracle`.
 """
@@ -40,7 +41,7 @@ _LARGEST = {"F8_E4M3": 448.0, "I8": 127.0}
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class StoredType:
     """How the target stores a weight; one that the conversion rounds is rounded here too, before it is used."""
 
     dtype: str
@@ -56,7 +57,7 @@ class Weights:
         form: how the target stores the weight of that name.
     """
 
-    def __init__(self, source: Checkpoint, config: ModelConfig, form: Callable[[str], Form]):
+    def __init__(self, source: Checkpoint, config: ModelConfig, form: Callable[[str], StoredType]):
         self.source, self.form = source, form
         self.block = config.quantization.block if config.quantization else None
 
@@ -104,10 +105,10 @@ class Weights:
         return values.to(_DTYPES[form.dtype]).float()
 
 
-class Reference:
+class ReferenceLayers:
     """The layers of a model by number, one in memory at a time; the MTP layer is number `num_hidden_layers`."""
 
-    def __init__(self, source: Checkpoint, config: ModelConfig, form: Callable[[str], Form]):
+    def __init__(self, source: Checkpoint, config: ModelConfig, form: Callable[[str], StoredType]):
         self.weights, self.ours = Weights(source, config, form), config
         self.config = _their_config(read_json(source.folder / "config.json"))
         self._rotary = glm.GlmMoeDsaRotaryEmbedding(self.config)

@@ -1,7 +1,7 @@
 """One layer of this project with the weights of a checkpoint of any form: its parameters alone, and what it computes.
 
-The layer is run by `block`, or by `mtp.advance`, on a tree whose stacks have one layer; what happens inside is computed
-once more with the functions that they call. Weights stay as they are stored, activations are float32.
+The layer is run by `decoder_layer`, or by `mtp_layer`, on a tree whose stacks have one layer; what happens inside is
+computed once more with the functions that they call. Weights stay as they are stored, activations are float32.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from glm52_jax.cache.page_sharding import Places
-from glm52_jax.cache.paged_cache import Cache
+from glm52_jax.cache.page_sharding import TokenPositions
+from glm52_jax.cache.paged_cache import PagedCache
 from glm52_jax.checkpoint.formats.safetensors_file import DTYPES
 from glm52_jax.checkpoint.load.leaf_arrays import make_array
-from glm52_jax.checkpoint.load.leaf_slices import LeafForm
-from glm52_jax.checkpoint.load.leaf_values import Part, ValueReader, scales, weight
+from glm52_jax.checkpoint.load.leaf_slices import LeafLayout
+from glm52_jax.checkpoint.load.leaf_values import LeafPart, ValueReader, scales, weight
 from glm52_jax.checkpoint.sources.open_source import Checkpoint
-from glm52_jax.checkpoint.sources.published import CODES, Contents, Stored
+from glm52_jax.checkpoint.sources.published import CODES, CheckpointContents, StoredTensor
 from glm52_jax.config import DENSE, FULL, ModelConfig
 from glm52_jax.kernels import resolve_backend
 from glm52_jax.kernels.index_scores.api import index_scores
 from glm52_jax.kernels.lib.layers import Rotary, rms_norm
 from glm52_jax.kernels.lib.selection import Selection
-from glm52_jax.kernels.lib.stacks import take
+from glm52_jax.kernels.lib.stacks import layer_of
 from glm52_jax.kernels.linear import linear, swiglu
 from glm52_jax.model import indexer, mtp
-from glm52_jax.model.attention import attend, project
-from glm52_jax.model.decoder_layer import Forms, LayerPlace, block
+from glm52_jax.model.attention import attention, project
+from glm52_jax.model.decoder_layer import ExecutionPolicy, LayerIndex, decoder_layer
 from glm52_jax.model.moe import moe, route
 from glm52_jax.params.quantization import BlockQuantized
 from glm52_jax.params.spec import Param, Stack, parameters
@@ -71,7 +71,7 @@ def layer_params(config: ModelConfig, layer: int) -> list[Param]:
     return [p for p in here if not p.optional]
 
 
-class Layers:
+class OwnLayers:
     """The layers of a checkpoint by number, one in memory at a time.
 
     Args:
@@ -80,7 +80,7 @@ class Layers:
         backend: of the kernels, see `kernels.resolve_backend`.
     """
 
-    def __init__(self, target: Checkpoint, contents: Contents, backend: str | None = None):
+    def __init__(self, target: Checkpoint, contents: CheckpointContents, backend: str | None = None):
         self.target, self.contents, self.config = target, contents, contents.config
         self.backend = resolve_backend(backend, jax.default_backend(), jax.devices()[0].device_kind)
 
@@ -103,7 +103,7 @@ class Layers:
         """Runs a decoder layer on the stream `x` `[tokens, embed]`; see `Reference.layer`."""
         full, dense = self.config.indexer_types[number] == FULL, self.config.mlp_layer_types[number] == DENSE
         mask = np.zeros((len(x), len(x)), bool) if selection is None else selection
-        place = LayerPlace(0, full, 0, dense, 0)
+        place = LayerIndex(0, full, 0, dense, 0)
         run = compiled(_layer, "config", "place", "backend")
         return _unbatched(run(self.tree(number), self.config, place, x[None], mask[None], self.backend))
 
@@ -128,44 +128,46 @@ class Layers:
 
     def _reader(self) -> ValueReader:
         quantization = self.config.quantization
-        block = quantization.block if quantization else None
-        return ValueReader(self.target, block, lambda name, size: None)
+        decoder_layer = quantization.block if quantization else None
+        return ValueReader(self.target, decoder_layer, lambda name, size: None)
 
     def _leaf(self, reader: ValueReader, param: Param, layer: int) -> Any:
         """One parameter in place; codes stay codes where the model computes with them."""
         stored = [self.contents.tensors[t.name] for t in param.published(self.config, layer)]
         lead = () if param.stack in (Stack.MTP, Stack.GLOBAL) else (1,)
         lead = (*lead, *param.shape[: len(param.shape) - len(param.piece_shape)])
-        view, dtype = param.view or param.tensor_shape, held_dtype(self.target, param, stored)
+        logical_shape, dtype = param.logical_shape or param.tensor_shape, held_dtype(self.target, param, stored)
 
-        def array(form: LeafForm, parts: list[Part], dtype: np.dtype) -> jax.Array:
+        def array(form: LeafLayout, parts: list[LeafPart], dtype: np.dtype) -> jax.Array:
             return make_array(form.shape, dtype, None, lambda targets: reader.fill(form, parts, targets))
 
         if dtype not in _CODES:
             parts = [weight(s, dequantize=s.scale is not None) for s in stored]
-            return jax.block_until_ready(array(LeafForm(lead, param.tensor_shape, view, param.rows), parts, dtype))
+            return jax.block_until_ready(
+                array(LeafLayout(lead, param.tensor_shape, logical_shape, param.rows), parts, dtype)
+            )
         assert reader.block is not None
         grid = stored[0].tensor.scale_shape(reader.block)
         codes = [weight(s, dequantize=False) for s in stored]
         quantized = BlockQuantized(
-            array(LeafForm(lead, param.tensor_shape, param.tensor_shape), codes, dtype),
-            array(LeafForm(lead, grid, grid), [scales(s) for s in stored], np.dtype(np.float32)),
-            view=tuple(view),
+            array(LeafLayout(lead, param.tensor_shape, param.tensor_shape), codes, dtype),
+            array(LeafLayout(lead, grid, grid), [scales(s) for s in stored], np.dtype(np.float32)),
+            logical_shape=tuple(logical_shape),
             block=reader.block,
             row_dims=param.row_dims,
         )
         return jax.block_until_ready(quantized)
 
 
-def held_dtype(target: Checkpoint, param: Param, stored: Sequence[Stored]) -> np.dtype:
+def held_dtype(target: Checkpoint, param: Param, stored: Sequence[StoredTensor]) -> np.dtype:
     """Of a layer's parameter: as it is stored, and float32 where codes are multiplied out or types are mixed."""
     found = {DTYPES[target.entry(s.name).dtype] for s in stored}
     dtype = found.pop()
     return np.dtype(np.float32) if found or (dtype in _CODES and param.dequantize) else dtype
 
 
-def held_bytes(target: Checkpoint, contents: Contents, layer: int) -> int:
-    """Bytes of a layer's parameters as `Layers.tree` holds them."""
+def held_bytes(target: Checkpoint, contents: CheckpointContents, layer: int) -> int:
+    """Bytes of a layer's parameters as `OwnLayers.tree` holds them."""
     total = 0
     for param in layer_params(contents.config, layer):
         stored = [contents.tensors[t.name] for t in param.published(contents.config, layer)]
@@ -203,73 +205,77 @@ def compiled(function: Callable[..., dict[str, jax.Array]], *static: str) -> Cal
 
 
 def _layer(
-    params: dict[str, Any], config: ModelConfig, place: LayerPlace, x: jax.Array, mask: jax.Array, backend: str
+    params: dict[str, Any], config: ModelConfig, place: LayerIndex, x: jax.Array, mask: jax.Array, backend: str
 ) -> dict[str, jax.Array]:
-    """What a decoder layer computes, `[1, tokens, ...]`; its output is `block`'s."""
-    places, rotary, cache, forms = _start(config, x.shape[1], backend)
-    out, cache, selection, _ = block(params, config, place, x, rotary, places, cache, Selection(mask=mask), forms)
+    """What a decoder layer computes, `[1, tokens, ...]`; its output is `decoder_layer`'s."""
+    places, rotary, cache, policy = _start(config, x.shape[1], backend)
+    out, cache, selection, _ = decoder_layer(
+        params, config, place, x, rotary, places, cache, Selection(mask=mask), policy
+    )
     return _inside(params, config, place, x, rotary, places, cache, selection, backend) | {"layer output": out}
 
 
 def _mtp_layer(params: dict[str, Any], config: ModelConfig, x: jax.Array, backend: str) -> dict[str, jax.Array]:
     """What the MTP layer computes; its output is `mtp.advance`'s."""
-    places, rotary, cache, forms = _start(config, x.shape[1], backend)
+    places, rotary, cache, policy = _start(config, x.shape[1], backend)
     weights, eps, next_tokens = params["mtp"], config.rms_norm_eps, places.positions
     hidden = rms_norm(x, params["norm"], eps)
-    out, cache, selection = mtp.advance(params, config, hidden, next_tokens, places.positions, cache, forms)
+    out, cache, selection = mtp.mtp_layer(params, config, hidden, next_tokens, places.positions, cache, policy)
     both = [rms_norm(params["embed"][None], weights["embed_norm"], eps), rms_norm(hidden, weights["hidden_norm"], eps)]
     x = linear(jnp.concatenate(both, axis=-1), weights["project"])
-    place = LayerPlace.of_mtp(config, own_selection=True)
+    place = LayerIndex.of_mtp(config, own_selection=True)
     stages = _inside(params, config, place, x, rotary, places, cache, selection, backend)
     return stages | {"final norm": hidden, "MTP projection": x, "MTP output": out}
 
 
-def _start(config: ModelConfig, tokens: int, backend: str) -> tuple[Places, Rotary, Cache, Forms]:
+def _start(
+    config: ModelConfig, tokens: int, backend: str
+) -> tuple[TokenPositions, Rotary, PagedCache, ExecutionPolicy]:
     """Places and tables of one text, an empty cache of one layer, and the forms that prefill takes."""
     positions = jnp.arange(tokens, dtype=jnp.int32)[None]
     rotary = Rotary.at(positions, config.qk_rope_head_dim, config.rope_theta)
     latent, keys = (jnp.zeros((1, 1, tokens, width)) for width in (config.latent_width, config.index_head_dim))
-    cache = Cache(latent, keys, jnp.zeros((1, 1), jnp.int32))
-    return Places.of(SINGLE, cache, positions), rotary, cache, Forms("expanded", "mask", backend)
+    cache = PagedCache(latent, keys, jnp.zeros((1, 1), jnp.int32))
+    return TokenPositions.of(SINGLE, cache, positions), rotary, cache, ExecutionPolicy("expanded", "mask", backend)
 
 
 def _inside(
     params: dict[str, Any],
     config: ModelConfig,
-    place: LayerPlace,
+    place: LayerIndex,
     x: jax.Array,
     rotary: Rotary,
-    places: Places,
-    cache: Cache,
+    places: TokenPositions,
+    cache: PagedCache,
     selection: Selection,
     backend: str,
 ) -> dict[str, jax.Array]:
     """The stages of a layer, with the rows that it wrote to the cache and the selection that it used."""
-    weights = take(params["attention"], 0)
+    weights = layer_of(params["attention"], 0)
     normed = rms_norm(x, weights["input_norm"], config.rms_norm_eps)
     projected = project(weights, config, normed, rotary)
     out = {"input norm": normed}
     if place.full:
-        own = take(params["indexer"], 0)
+        own = layer_of(params["indexer"], 0)
         queries = indexer.index_queries(own, config, projected.q_latent, rotary)
         heads = indexer.head_weights(own, config, normed)
         out["index scores"] = index_scores(
-            queries, heads, cache.index_keys, 0, cache.page_table, places.seen, backend=backend
+            queries, heads, cache.index_keys, 0, cache.page_table, places.last_visible, backend=backend
         )
-    attention = attend(weights, config, projected, cache, 0, places, selection, expanded=True, backend=backend)
-    post = rms_norm(x + attention, weights["post_norm"], config.rms_norm_eps)
+    attended = attention(weights, config, projected, cache, 0, places, selection, expanded=True, backend=backend)
+    post = rms_norm(x + attended, weights["post_norm"], config.rms_norm_eps)
     assert selection.mask is not None
-    out |= {"selected set": selection.mask, "attention output": attention, "post-attention norm": post}
+    out |= {"selected set": selection.mask, "attention output": attended, "post-attention norm": post}
     if place.dense:
         mlp = swiglu(post, params["dense"]["gate_up"], params["dense"]["down"], 0)
     else:
         mlp, _ = moe(params["moe"], config, 0, post, places.positions >= 0, backend=backend)
         out |= _routed(params["moe"], config, post[0], backend)
-    return out | {"MLP output": mlp, "layer output": x + attention + mlp}
+    return out | {"MLP output": mlp, "layer output": x + attended + mlp}
 
 
 def _routed(stack: dict[str, Any], config: ModelConfig, x: jax.Array, backend: str) -> dict[str, jax.Array]:
-    router, bias = take((stack["router"], stack["router_bias"]), 0)
+    router, bias = layer_of((stack["router"], stack["router_bias"]), 0)
     experts, gates = route(router, bias, config, x, jnp.ones(len(x), jnp.bool_), backend=backend)
     rows = jnp.arange(len(x))[:, None]
     empty = jnp.zeros((len(x), config.n_routed_experts))

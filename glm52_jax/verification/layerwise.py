@@ -16,15 +16,15 @@ import numpy as np
 
 from glm52_jax.checkpoint.sources.converted import ConvertedCheckpoint
 from glm52_jax.checkpoint.sources.open_source import Checkpoint
-from glm52_jax.checkpoint.sources.published import Contents
+from glm52_jax.checkpoint.sources.published import CheckpointContents
 from glm52_jax.config import SHARED, SPARSE, ModelConfig
 from glm52_jax.inputs.sizes import short_size
-from glm52_jax.verification.layer_stages import STAGES, Layers, Stages, held_bytes, layer_params
+from glm52_jax.verification.layer_stages import STAGES, OwnLayers, Stages, held_bytes, layer_params
 from sharding.errors import InputError
-from sharding.jax_settings import under_own_settings
+from sharding.jax_settings import with_project_settings
 
 if TYPE_CHECKING:
-    from glm52_jax.verification.layer_reference import Reference
+    from glm52_jax.verification.layer_reference import ReferenceLayers
 
 BOUND = 1e-4
 """What rounding may change a value by, of its own size and of the RMS of its token's values.
@@ -38,7 +38,7 @@ _CHOICES = {"selected set": "index scores", "chosen experts": "biased scores"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class StageDifference:
     """One stage of one layer.
 
     Attributes:
@@ -79,7 +79,7 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class LayerComparison:
     """A comparison that has been found possible.
 
     Attributes:
@@ -89,7 +89,7 @@ class Plan:
     """
 
     target: Checkpoint
-    contents: Contents
+    contents: CheckpointContents
     source: Checkpoint
     source_config: ModelConfig
     tokens: np.ndarray
@@ -118,7 +118,7 @@ _PROCESS = 2**30  # what the libraries and their compilers hold, torch and JAX a
 
 def plan(
     target: Checkpoint, source: Checkpoint, layers: Sequence[int], *, tokens: int | None = None, seed: int = 0
-) -> Plan:
+) -> LayerComparison:
     """Checks that layers can be compared; `verify(..., quick=True)` has found the two checkpoints to fit.
 
     Args:
@@ -149,13 +149,13 @@ def plan(
         notes.append(f"{count} tokens are no more than index_topk {config.index_topk}: every position is selected")
     numbers = np.random.default_rng(seed).integers(0, config.vocab_size, count)
     source_config = ModelConfig.from_folder(source.folder)
-    return Plan(target, contents, source, source_config, numbers, tuple(layers), tuple(notes))
+    return LayerComparison(target, contents, source, source_config, numbers, tuple(layers), tuple(notes))
 
 
-@under_own_settings
+@with_project_settings
 def compare(
-    planned: Plan, *, backend: str | None = None, said: Callable[[str], None] = lambda _: None
-) -> Iterator[list[Finding]]:
+    planned: LayerComparison, *, backend: str | None = None, said: Callable[[str], None] = lambda _: None
+) -> Iterator[list[StageDifference]]:
     """Runs layer after layer; the findings of each as it is done, the first list those of what comes before them.
 
     Args:
@@ -165,7 +165,7 @@ def compare(
     Raises:
         InputError: torch or transformers is not installed, or a checkpoint can no longer be read.
     """
-    theirs, ours = reference(planned), Layers(planned.target, planned.contents, backend)
+    theirs, ours = reference(planned), OwnLayers(planned.target, planned.contents, backend)
     config, tokens = planned.contents.config, planned.tokens
     x, selection = theirs.embed(tokens), None
     pairs = zip(("cosines", "sines"), ours.rotary(len(tokens)), theirs.own_rotary(len(tokens)), strict=True)
@@ -187,10 +187,10 @@ def compare(
         x, selection = expected["layer output"], expected["selected set"]
 
 
-def reference(planned: Plan) -> Reference:
+def reference(planned: LayerComparison) -> ReferenceLayers:
     """The side of `transformers`, whose weights are rounded as the conversion rounded those of the target."""
     try:
-        from glm52_jax.verification.layer_reference import Form, Reference
+        from glm52_jax.verification.layer_reference import ReferenceLayers, StoredType
     except ImportError as error:
         raise InputError(
             f"--layers compares with transformers, but {error.name} cannot be imported: pip install 'glm52-jax[oracle]'"
@@ -198,13 +198,13 @@ def reference(planned: Plan) -> Reference:
     quantization = planned.contents.config.quantization
     block = quantization.block if quantization else None
 
-    def form(name: str) -> Form:
-        return Form(planned.target.entry(planned.contents.tensors[name].name).dtype, block)
+    def form(name: str) -> StoredType:
+        return StoredType(planned.target.entry(planned.contents.tensors[name].name).dtype, block)
 
-    return Reference(planned.source, planned.source_config, form)
+    return ReferenceLayers(planned.source, planned.source_config, form)
 
 
-def differences(layer: int, ours: Stages, theirs: Stages) -> Iterator[Finding]:
+def differences(layer: int, ours: Stages, theirs: Stages) -> Iterator[StageDifference]:
     """Compares the stages of a layer in order.
 
     A row whose choice differs by rounding alone is left out of what is computed after it.
@@ -233,7 +233,7 @@ def _values(
     *,
     rows: np.ndarray | None = None,
     bound: np.ndarray | None = None,
-) -> Finding:
+) -> StageDifference:
     """Compares values `[tokens, ...]`, scores (minus infinity after the query) where the reference has any.
 
     Args:
@@ -252,7 +252,9 @@ def _values(
     rms = math.sqrt(float(np.square(reference, dtype=np.float64).sum()) / max(1, int(real.sum())))
     largest = float(difference.max())
     expected = float(np.broadcast_to(bound, share.shape)[at])
-    return Finding(where, stage, largest, largest / (rms or 1.0), float(share[at]), (float(difference[at]), expected))
+    return StageDifference(
+        where, stage, largest, largest / (rms or 1.0), float(share[at]), (float(difference[at]), expected)
+    )
 
 
 def _choice(
@@ -263,7 +265,7 @@ def _choice(
     scores: np.ndarray,
     scale: np.ndarray,
     rows: np.ndarray,
-) -> tuple[Finding, np.ndarray]:
+) -> tuple[StageDifference, np.ndarray]:
     """Compares sets, bool `[tokens, members]`, and says in which rows they differ by near ties alone.
 
     A near tie is a difference whose every member has a score, in the reference, that rounding could have brought to the
@@ -282,7 +284,7 @@ def _choice(
         note += " by near ties and are left out from here on"
     count = int(differing.sum())
     share = math.inf if wrong else float(count > 0)
-    return Finding(where, stage, count, count / len(rows), share, (count, 0), note), tied
+    return StageDifference(where, stage, count, count / len(rows), share, (count, 0), note), tied
 
 
 def _rms(values: np.ndarray, real: np.ndarray, *, whole: bool = False) -> np.ndarray:
@@ -295,7 +297,9 @@ def _rms(values: np.ndarray, real: np.ndarray, *, whole: bool = False) -> np.nda
     return np.sqrt(np.square(values, dtype=np.float64).sum(axis, keepdims=True) / count).astype(np.float32)
 
 
-def _refuse_layers(config: ModelConfig, contents: Contents, layers: Sequence[int], target: Checkpoint) -> None:
+def _refuse_layers(
+    config: ModelConfig, contents: CheckpointContents, layers: Sequence[int], target: Checkpoint
+) -> None:
     last = config.num_hidden_layers + config.has_mtp - 1
     maker = False
     for layer in layers:
@@ -318,7 +322,7 @@ def _largest_matrix(config: ModelConfig, layer: int) -> int:
     return max(math.prod(p.tensor_shape) for p in layer_params(config, layer))
 
 
-def _activations(planned: Plan, *, scores: int) -> int:
+def _activations(planned: LayerComparison, *, scores: int) -> int:
     """Bytes of activations in float32: some rows of the stream and of all heads, and `scores` arrays of scores."""
     config, tokens = planned.contents.config, len(planned.tokens)
     heads = config.num_attention_heads * (config.qk_head_dim + config.v_head_dim)

@@ -18,7 +18,7 @@ from glm52_jax.io.terminal import screen, spinner
 from sharding.errors import InputError
 
 if TYPE_CHECKING:
-    from glm52_jax.verification.quantization_error import Error
+    from glm52_jax.verification.quantization_error import QuantizationError
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -69,13 +69,15 @@ def precision(
         click.echo(json.dumps(rows, indent=2))
 
 
-def _measured(folder: Path, config: ModelConfig, tokens: np.ndarray, mask: np.ndarray, quiet: bool) -> list[Error]:
+def _measured(
+    folder: Path, config: ModelConfig, tokens: np.ndarray, mask: np.ndarray, quiet: bool
+) -> list[QuantizationError]:
     from glm52_jax.checkpoint.load.loader import load_params
     from glm52_jax.verification.quantization_error import measure
 
     notes = screen(stderr=True)
     params = load_params(folder, config, dtype="float32", fp8="dequantize")
-    errors: list[Error] = []
+    errors: list[QuantizationError] = []
     with spinner(notes, f"{folder}: plain") as now:
         for error in measure(params, config, tokens, mask):
             errors.append(error)
@@ -87,7 +89,7 @@ def _measured(folder: Path, config: ModelConfig, tokens: np.ndarray, mask: np.nd
     return errors
 
 
-def _table(title: str, errors: list[Error]) -> Table:
+def _table(title: str, errors: list[QuantizationError]) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("form")
     for column in ("one layer", "sets", "kept", "whole model", "KL, nats", "top", "sets", "kept"):

@@ -20,24 +20,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from glm52_jax.cache.cache_format import PLAIN_CACHE, CacheFormat
-from glm52_jax.cache.page_sharding import Places
-from glm52_jax.cache.paged_cache import Cache
+from glm52_jax.cache.page_sharding import TokenPositions
+from glm52_jax.cache.paged_cache import PagedCache
 from glm52_jax.checkpoint.export.write import write_checkpoint
 from glm52_jax.checkpoint.load.loader import load_params
 from glm52_jax.config import FULL, ModelConfig, QuantizationConfig
 from glm52_jax.kernels.lib.layers import Rotary, rms_norm
 from glm52_jax.model import embedding
-from glm52_jax.model.decoder_layer import Forms, LayerPlace, block
-from glm52_jax.model.transformer import Params, head
+from glm52_jax.model.decoder_layer import ExecutionPolicy, LayerIndex, decoder_layer
+from glm52_jax.model.transformer import Params, model_logits
 from sharding.errors import InputError
-from sharding.jax_settings import under_own_settings
+from sharding.jax_settings import with_project_settings
 from sharding.layout import SINGLE
 
 BLOCK = (128, 128)
 
 
 @dataclasses.dataclass(frozen=True)
-class Error:
+class QuantizationError:
     """How far a form is from the plain float32 model, over the tokens that are no padding.
 
     Attributes:
@@ -64,7 +64,7 @@ class Error:
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class Variant:
     """One row of the table: what is done to the parameters, and the format of the cache."""
 
     name: str
@@ -72,7 +72,7 @@ class Form:
     cache: CacheFormat = PLAIN_CACHE
 
 
-def forms(scales: tuple[float, ...], *, rotation: bool) -> list[Form]:
+def variants(scales: tuple[float, ...], *, rotation: bool) -> list[Variant]:
     """The rows of the table.
 
     Args:
@@ -82,20 +82,20 @@ def forms(scales: tuple[float, ...], *, rotation: bool) -> list[Form]:
     keys = {"fp8": "FP8", "fp8_rotated": "FP8, Hadamard"} if rotation else {"fp8": "FP8"}
     cache = CacheFormat("fp8_groups", "fp8")
     return [
-        Form("weights BF16", "bfloat16"),
-        Form("weights FP8 blocks", "fp8"),
-        Form("weights INT8 blocks", "blockwise_int8"),
-        Form("latent FP8 groups", cache=CacheFormat("fp8_groups")),
-        Form("latent FP8 tensor, scale 1", cache=CacheFormat("fp8_tensor")),
-        Form("latent FP8 tensor, calibrated", cache=CacheFormat("fp8_tensor", latent_scales=scales)),
-        *(Form(f"index keys {word}", cache=CacheFormat(index_keys=name)) for name, word in keys.items()),
-        Form("cache FP8 (groups, keys)", cache=cache),
-        Form("weights and cache FP8", "fp8", cache),
+        Variant("weights BF16", "bfloat16"),
+        Variant("weights FP8 blocks", "fp8"),
+        Variant("weights INT8 blocks", "blockwise_int8"),
+        Variant("latent FP8 groups", cache=CacheFormat("fp8_groups")),
+        Variant("latent FP8 tensor, scale 1", cache=CacheFormat("fp8_tensor")),
+        Variant("latent FP8 tensor, calibrated", cache=CacheFormat("fp8_tensor", latent_scales=scales)),
+        *(Variant(f"index keys {word}", cache=CacheFormat(index_keys=name)) for name, word in keys.items()),
+        Variant("cache FP8 (groups, keys)", cache=cache),
+        Variant("weights and cache FP8", "fp8", cache),
     ]
 
 
-@under_own_settings
-def measure(params: Params, config: ModelConfig, tokens: np.ndarray, mask: np.ndarray) -> Iterator[Error]:
+@with_project_settings
+def measure(params: Params, config: ModelConfig, tokens: np.ndarray, mask: np.ndarray) -> Iterator[QuantizationError]:
     """Yields a row of the table after another.
 
     Args:
@@ -117,7 +117,7 @@ def measure(params: Params, config: ModelConfig, tokens: np.ndarray, mask: np.nd
     scales = tuple(float(value) / 448 if value > 0 else 1.0 for value in np.asarray(plain.largest))
     rotation = config.index_head_dim & (config.index_head_dim - 1) == 0
     held: dict[str | None, Params] = {None: params}
-    for form in forms(scales, rotation=rotation):
+    for form in variants(scales, rotation=rotation):
         if form.weights not in held:
             held = {None: params, form.weights: rounded(params, whole, str(form.weights))}
         found = _run(held[form.weights], config, tokens, positions, plain.hidden, form.cache)
@@ -169,25 +169,27 @@ def _run(
 ) -> _Seen:
     """Both runs at once, as two halves of one batch; `recorded` is the stream before each layer."""
     batch, length = tokens.shape
-    forms = Forms.best(length)
+    variants = ExecutionPolicy.best(length)
     positions = jnp.concatenate([positions, positions])
-    cache = Cache.create(config, 2 * batch, length, dtype=jnp.dtype(jnp.float32), page_size=length, form=form)
+    cache = PagedCache.create(config, 2 * batch, length, dtype=jnp.dtype(jnp.float32), page_size=length, form=form)
     rotary = Rotary.at(positions, config.qk_rope_head_dim, config.rope_theta)
-    places = Places.of(SINGLE, cache, positions)
+    places = TokenPositions.of(SINGLE, cache, positions)
     k = min(config.index_topk, length)
 
-    def body(carry: Any, step: tuple[LayerPlace, jax.Array]) -> tuple[Any, Any]:
+    def body(carry: Any, step: tuple[LayerIndex, jax.Array]) -> tuple[Any, Any]:
         (free, cache, selection), (place, stream) = carry, step
         before = jnp.concatenate([free, stream])
-        after, cache, selection, _ = block(params, config, place, before, rotary, places, cache, selection, forms)
+        after, cache, selection, _ = decoder_layer(
+            params, config, place, before, rotary, places, cache, selection, variants
+        )
         return (after[:batch], cache, selection), (free, after - before, selection.sorted_indices(k))
 
-    free = embedding.embed(params["embed"], tokens, jnp.dtype(jnp.float32))
-    start = (free, cache, forms.no_selection(config, cache, 2 * batch, length))
-    (free, cache, _), (hidden, added, topk) = jax.lax.scan(body, start, (LayerPlace.plan(config), recorded))
+    free = embedding.embed_tokens(params["embed"], tokens, jnp.dtype(jnp.float32))
+    start = (free, cache, variants.no_selection(config, cache, 2 * batch, length))
+    (free, cache, _), (hidden, added, topk) = jax.lax.scan(body, start, (LayerIndex.plan(config), recorded))
     latent = cache.latent
     return _Seen(
-        logits=head(params, rms_norm(free, params["norm"], config.rms_norm_eps)),
+        logits=model_logits(params, rms_norm(free, params["norm"], config.rms_norm_eps)),
         hidden=hidden,
         added=added[:, :batch],
         topk=topk[:, :batch],
@@ -207,7 +209,7 @@ def _refuse_no_numbers(whose: str, seen: _Seen, positions: np.ndarray) -> None:
             )
 
 
-def _compare(name: str, config: ModelConfig, plain: _Seen, found: _Seen, positions: np.ndarray) -> Error:
+def _compare(name: str, config: ModelConfig, plain: _Seen, found: _Seen, positions: np.ndarray) -> QuantizationError:
     """The row of one form."""
     real = positions >= 0
     added, other = (np.asarray(a, np.float64)[:, real] for a in (plain.added, found.layer_added))
@@ -216,7 +218,7 @@ def _compare(name: str, config: ModelConfig, plain: _Seen, found: _Seen, positio
     log_p, log_q = (_log_softmax(values) for values in (expected, logits))
     layer_sets, layer_kept = _selections(config, plain.topk, found.layer_topk, positions)
     sets, kept = _selections(config, plain.topk, found.topk, positions)
-    return Error(
+    return QuantizationError(
         name,
         layer=float(np.median(np.linalg.norm(other - added, axis=-1) / np.linalg.norm(added, axis=-1))),
         layer_sets=layer_sets,

@@ -15,23 +15,23 @@ from pathlib import Path
 import numpy as np
 
 from glm52_jax.checkpoint.convert.options import changes
-from glm52_jax.checkpoint.convert.transform import Output, Piece, Tally, piece, values
+from glm52_jax.checkpoint.convert.transform import Output, Piece, ValueCounts, piece, values
 from glm52_jax.checkpoint.formats.manifest import sentences_of
 from glm52_jax.checkpoint.formats.orbax_layout import params_folder
 from glm52_jax.checkpoint.formats.orbax_view import OrbaxView
 from glm52_jax.checkpoint.formats.safetensors_file import DTYPES
-from glm52_jax.checkpoint.journal.workers import Account, Meter, Pulse, run
+from glm52_jax.checkpoint.journal.workers import Meter, Pulse, WorkStats, run
 from glm52_jax.checkpoint.sources.converted import ConvertedCheckpoint
 from glm52_jax.checkpoint.sources.open_source import Checkpoint
-from glm52_jax.checkpoint.sources.published import Contents
-from glm52_jax.checkpoint.value_checks import Counts, sentences
+from glm52_jax.checkpoint.sources.published import CheckpointContents
+from glm52_jax.checkpoint.value_checks import BadValueCounts, sentences
 from glm52_jax.config import ModelConfig
 
 _UNIT_BYTES = 64 * 2**20
 
 
 @dataclasses.dataclass
-class Report:
+class VerificationReport:
     """What a comparison found.
 
     Attributes:
@@ -48,7 +48,7 @@ class Report:
     differences: list[str]
     changed: list[str]
     notes: list[str]
-    account: Account | None = None
+    account: WorkStats | None = None
 
 
 def verify(
@@ -58,7 +58,7 @@ def verify(
     quick: bool = False,
     jobs: int = 2,
     meter: Callable[[int, int], Meter] | None = None,
-) -> Report:
+) -> VerificationReport:
     """Compares every tensor of `target` with what `source` makes of it.
 
     Args:
@@ -92,7 +92,9 @@ def verify(
     notes = [f"source: {note}" for note in expected.notes] + [f"target: {note}" for note in found.notes]
     if isinstance(target, ConvertedCheckpoint):
         notes += [f"target: {note}" for note in sentences_of(target.manifest)] if quick else []
-    report = Report(sum(len(p.outputs) for p in work), sum(p.bytes for p in work), differences, changes(work), notes)
+    report = VerificationReport(
+        sum(len(p.outputs) for p in work), sum(p.bytes for p in work), differences, changes(work), notes
+    )
     view = None
     if isinstance(target, ConvertedCheckpoint):
         report.differences += _total_differences(target, work)
@@ -107,10 +109,10 @@ def verify(
 
 
 def _compare_values(
-    report: Report,
+    report: VerificationReport,
     target: Checkpoint,
     source: Checkpoint,
-    found: Contents,
+    found: CheckpointContents,
     work: Sequence[Piece],
     quick: bool,
     jobs: int,
@@ -133,21 +135,21 @@ def _compare_values(
 class _Comparison:
     """Compares units of pieces; the first difference of each tensor is kept."""
 
-    def __init__(self, target: Checkpoint, source: Checkpoint, contents: Contents):
+    def __init__(self, target: Checkpoint, source: Checkpoint, contents: CheckpointContents):
         self.target, self.source, self.contents = target, source, contents
         self.found: dict[str, str] = {}
-        self.counts: dict[str, Counts] = {}
+        self.counts: dict[str, BadValueCounts] = {}
         self.lock = threading.Lock()
 
     def unit(self, unit: Sequence[Piece], pulse: Pulse) -> None:
         for p in unit:
-            tally = Tally()
+            tally = ValueCounts()
             difference = self._piece(p, pulse, tally)
             with self.lock:
                 self.found |= difference
                 self.counts |= {output.name: tally.of(number) for number, output in enumerate(p.outputs)}
 
-    def _piece(self, p: Piece, pulse: Pulse, tally: Tally) -> dict[str, str]:
+    def _piece(self, p: Piece, pulse: Pulse, tally: ValueCounts) -> dict[str, str]:
         stored = self.contents.tensors[p.name]
         names = [stored.name, stored.scale]
         offsets, crcs = [_start(self.target, self.contents, p), 0], [0, 0]
@@ -179,7 +181,7 @@ def _equal(a: memoryview, b: memoryview) -> bool:
     return np.array_equal(first, second) and a[whole:] == b[whole:]
 
 
-def _start(target: Checkpoint, contents: Contents, p: Piece) -> int:
+def _start(target: Checkpoint, contents: CheckpointContents, p: Piece) -> int:
     """Where a weight begins in the target's tensor, which can be a fused one."""
     tensor = p.stored.tensor
     return piece(target, contents, tensor, None, None).offset

@@ -19,14 +19,14 @@ from infer.commands.on_hosts import on_hosts
 from infer.commands.session import (
     Session,
     check_options,
-    figures_line,
     model_options,
     sampling_options,
+    stats_line,
     stream_texts,
 )
 from infer.generate import Generation
 from sharding.errors import InputError
-from sharding.hosts.process_group import Hosts
+from sharding.hosts.process_group import ProcessGroup
 
 END_OF_THINKING = "</think>"
 
@@ -66,7 +66,7 @@ def chat(
     dtype: str | None,
     fp8: str,
     layout: str | None,
-    hosts: Hosts,
+    hosts: ProcessGroup,
 ) -> None:
     """Talk to the checkpoint in folder CHECKPOINT. Lines are read from standard input, so a file can be piped in."""
     check_options(temperature or 0.0, 1.0 if top_p is None else top_p, top_k or 0, seed, chunk, stop)
@@ -146,7 +146,7 @@ def _read_own_line(session: Session) -> str | None:
 
 
 @contextlib.contextmanager
-def _between_steps(hosts: Hosts) -> Generator[list[int]]:
+def _between_steps(hosts: ProcessGroup) -> Generator[list[int]]:
     """A list that the first Ctrl-C makes true: with several hosts, all must stop after the same step."""
     interrupted: list[int] = []
 
@@ -182,7 +182,7 @@ def _answer(session: Session, generation: Generation, stops: tuple[str, ...], th
         generation.end(0)
     finally:
         session.write("\n")
-    session.console.print(f"{figures_line(generation.figures)}; ended: {generation.reasons[0]}", style="dim")
+    session.console.print(f"{stats_line(generation.stats)}; ended: {generation.reasons[0]}", style="dim")
     if not thinking:
         return {"role": "assistant", "content": text}
     # The prompt opened the think block, so the text begins inside of it.

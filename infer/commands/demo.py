@@ -18,21 +18,21 @@ from rich.console import Console
 from rich.text import Text
 
 from glm52_jax.checkpoint.convert import conversion
-from glm52_jax.checkpoint.convert.options import Settings
+from glm52_jax.checkpoint.convert.options import ConversionOptions
 from glm52_jax.checkpoint.export import export
 from glm52_jax.checkpoint.export.write import write_checkpoint
 from glm52_jax.checkpoint.load.loader import load_with_report
 from glm52_jax.checkpoint.sources.open_source import open_checkpoint
 from glm52_jax.config import BUILT_IN, ModelConfig, QuantizationConfig
 from glm52_jax.inputs.values import SEED
-from glm52_jax.inspect.account import account
+from glm52_jax.inspect.account import model_breakdown
 from glm52_jax.io.files import check_folder
 from glm52_jax.io.terminal import screen
 from glm52_jax.model.transformer import forward
 from glm52_jax.params.init import init_params
 from glm52_jax.text import ChatFormat, Tokenizer, write_byte_tokenizer
 from glm52_jax.verification.verify import verify
-from infer.commands.session import figures_line
+from infer.commands.session import stats_line
 from infer.generate import Generation, generate
 from sharding.errors import InputError
 from sharding.jax_settings import start_devices
@@ -124,7 +124,7 @@ def _make(place: Path, config: ModelConfig, seed: int) -> dict[str, Path]:
 
 
 def _show_account(console: Console, config: ModelConfig) -> None:
-    report = account(config, "demo").as_json()
+    report = model_breakdown(config, "demo").as_json()
     layers, parameters = report["layers"], report["parameters"]
     console.print(
         f"   {layers['total']} layers ({layers['dense']} dense, {layers['sparse']} of experts; "
@@ -136,10 +136,10 @@ def _show_account(console: Console, config: ModelConfig) -> None:
 def _convert_and_back(console: Console, name: str, folder: Path) -> Path:
     """The converted folder; what is exported from it is the published one again, to the byte."""
     target, back = folder.with_name(f"{folder.name}-orbax"), folder.with_name(f"{folder.name}-exported")
-    planned = conversion.plan(folder, target, Settings())
+    planned = conversion.plan(folder, target, ConversionOptions())
     conversion.convert(planned)
     report = verify(open_checkpoint(target), open_checkpoint(folder))
-    export.export(export.plan(target, back, Settings(), shard_bytes=planned.bytes // 4 + 1))
+    export.export(export.plan(target, back, ConversionOptions(), shard_bytes=planned.bytes // 4 + 1))
     again = verify(open_checkpoint(back), open_checkpoint(folder))
     differences = [*report.differences, *again.differences]
     verdict = differences[0] if differences else "every value equal, there and back"
@@ -170,7 +170,7 @@ def _show_generation(
     for drafts in (0, 3):
         generation = Generation(params, config, [prompt], NEW_TOKENS, draft_tokens=drafts, stop_ids=())
         texts[drafts] = [token for _, tokens in generation for token in tokens]
-        console.print(f"   {drafts} drafts a step: {figures_line(generation.figures)}")
+        console.print(f"   {drafts} drafts a step: {stats_line(generation.stats)}")
     same = "the same tokens" if texts[0] == texts[3] else "DIFFERENT tokens"
     console.print(f"   with and without drafts: {same} (an untrained MTP layer only guesses)")
     sampled = generate(params, config, [prompt], NEW_TOKENS, temperature=1.0, top_p=0.95, seed=1, stop_ids=())

@@ -16,14 +16,14 @@ from infer.commands.on_hosts import on_hosts
 from infer.commands.session import (
     Session,
     check_options,
-    figures_line,
     model_options,
     sampling_options,
+    stats_line,
     stream_texts,
 )
 from infer.generate import Generation
 from sharding.errors import InputError
-from sharding.hosts.process_group import Hosts
+from sharding.hosts.process_group import ProcessGroup
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -59,7 +59,7 @@ def generate(
     dtype: str | None,
     fp8: str,
     layout: str | None,
-    hosts: Hosts,
+    hosts: ProcessGroup,
 ) -> None:
     """Continue each PROMPT with the checkpoint in folder CHECKPOINT; "-" is read from standard input.
 
@@ -86,7 +86,7 @@ def generate(
     with _traced(profile):
         _write(session, generation, texts, stop)
     ended = ", ".join(str(reason) for reason in generation.reasons)
-    session.console.print(f"{figures_line(generation.figures)}; ended: {ended}", style="dim", soft_wrap=True)
+    session.console.print(f"{stats_line(generation.stats)}; ended: {ended}", style="dim", soft_wrap=True)
 
 
 def _check_profile(folder: Path | None) -> None:
@@ -127,6 +127,6 @@ def _write(session: Session, generation: Generation, texts: Sequence[str], stop:
             session.write(f"--- prompt {row + 1}: {texts[row]!r} ({generation.reasons[row]})\n{text}\n")
 
 
-def _read_prompt(hosts: Hosts) -> str:
+def _read_prompt(hosts: ProcessGroup) -> str:
     """Standard input; of several hosts, that of the first."""
     return hosts.tell(read_all() if hosts.first else None)

@@ -20,8 +20,8 @@ from glm52_jax.io.streams import writer
 from glm52_jax.params.init import abstract_params
 from glm52_jax.params.sharding import param_specs
 from sharding.errors import InputError
-from sharding.hosts.process_group import SILENCE_SECONDS, START_SECONDS, Hosts, join
-from sharding.jax_settings import own_settings, start_devices
+from sharding.hosts.process_group import SILENCE_SECONDS, START_SECONDS, ProcessGroup, join
+from sharding.jax_settings import project_settings, start_devices
 from sharding.layout import SINGLE, Layout
 from sharding.presets import read_layouts
 
@@ -59,7 +59,7 @@ def on_hosts(command: Callable[..., Any]) -> Callable[..., Any]:
             silence_seconds=host_timeout,
             program="glm52",
         )
-        with hosts, own_settings():
+        with hosts, project_settings():
             start_devices()
             if hosts.processes > 1 and jax.default_backend() == "cpu":
                 only_our_output()
@@ -118,7 +118,7 @@ def only_our_output() -> None:
     sys.stdout = writer(ours, sys.stdout)
 
 
-def choose_layout(text: str | None, config: ModelConfig, fp8: str, hosts: Hosts) -> Layout:
+def choose_layout(text: str | None, config: ModelConfig, fp8: str, hosts: ProcessGroup) -> Layout:
     """The layout that was asked for over all devices; of a preset's, the first that divides the model.
 
     Raises:

@@ -21,12 +21,12 @@ from glm52_jax.io.terminal import progress_bar, screen
 from glm52_jax.params.init import abstract_params
 from glm52_jax.text import StopStrings, Tokenizer, check_stops
 from infer.commands.on_hosts import choose_layout, fingerprint
-from infer.generate import STOP, Figures, Generation
+from infer.generate import STOP, Generation, GenerationStats
 from infer.memory_check import refuse_too_large
 from infer.sampling import Sampling
 from infer.speculative import MAX_DRAFT_TOKENS
 from sharding.errors import InputError
-from sharding.hosts.process_group import ALONE, Hosts
+from sharding.hosts.process_group import ALONE, ProcessGroup
 from sharding.layout import Layout
 
 Command = Callable[..., Any]
@@ -107,12 +107,12 @@ class Session:
     tokenizer: Tokenizer
     console: Console
     layout: Layout
-    hosts: Hosts
+    hosts: ProcessGroup
     _load: Callable[[], dict[str, Any]]
 
     @classmethod
     def open(
-        cls, checkpoint: str, dtype: str | None, fp8: str, layout: str | None = None, hosts: Hosts = ALONE
+        cls, checkpoint: str, dtype: str | None, fp8: str, layout: str | None = None, hosts: ProcessGroup = ALONE
     ) -> Session:
         """Opens a folder in the published layout or a converted one, and compares its headers with the model's."""
         folder = Path(checkpoint)
@@ -213,15 +213,15 @@ def stream_texts(
                 yield row, last
 
 
-def figures_line(figures: Figures) -> str:
+def stats_line(stats: GenerationStats) -> str:
     """The line under a generation: tokens, rates without compilation, drafts that stood."""
-    parts = [f"{figures.prompt_tokens} prompt tokens", f"{figures.new_tokens} new"]
-    if figures.prefill_seconds:
-        parts.append(f"prefill {figures.prefill_tokens / figures.prefill_seconds:,.0f} tok/s")
-    if figures.decode_seconds:
-        parts.append(f"decode {figures.decode_tokens / figures.decode_seconds:,.1f} tok/s")
-    parts.append(f"first steps {figures.compile_seconds:.1f} s")
-    if figures.rounds:
-        shares = " ".join(f"{count / figures.rounds:.0%}" for count in figures.accepted)
-        parts.append(f"{figures.tokens_per_round:.2f} tokens a step, drafts accepted {shares}")
+    parts = [f"{stats.prompt_tokens} prompt tokens", f"{stats.new_tokens} new"]
+    if stats.prefill_seconds:
+        parts.append(f"prefill {stats.prefill_tokens / stats.prefill_seconds:,.0f} tok/s")
+    if stats.decode_seconds:
+        parts.append(f"decode {stats.decode_tokens / stats.decode_seconds:,.1f} tok/s")
+    parts.append(f"first steps {stats.compile_seconds:.1f} s")
+    if stats.rounds:
+        shares = " ".join(f"{count / stats.rounds:.0%}" for count in stats.accepted)
+        parts.append(f"{stats.tokens_per_round:.2f} tokens a step, drafts accepted {shares}")
     return "; ".join(parts)

@@ -17,8 +17,8 @@ from glm52_jax.io.terminal import screen, spinner
 from sharding.errors import InputError
 
 if TYPE_CHECKING:
-    from infer.planning.request import Request
-    from infer.planning.slice_plan import Plan
+    from infer.planning.request import PlanRequest
+    from infer.planning.slice_plan import SlicePlan
     from infer.planning.sweep import Refused
 
 
@@ -94,17 +94,17 @@ def plan(
 
         check(plot)
     from infer.planning.report import ranked
-    from infer.planning.request import request
+    from infer.planning.request import plan_request
     from infer.planning.sweep import each
 
-    asked, refused = each(
+    request, refused = each(
         _pairs(topology, layout, sweep=sweep),
-        lambda pair: request(config, *pair, step, batch=batch, context=context, **options),
+        lambda pair: plan_request(config, *pair, step, batch=batch, context=context, **options),
         lambda pair: pair,
     )
     _note(refused)
     plans, uncompiled = each(
-        asked,
+        request,
         lambda one: _fitted(one, fresh) if fit else [_made(one, fresh)],
         lambda one: (one.topology.name, one.layout.name),
     )
@@ -150,10 +150,10 @@ def _note(refused: Sequence[Refused]) -> None:
         screen(stderr=True, soft_wrap=True).print(text, style="yellow")
 
 
-def _made(asked: Request, fresh: bool) -> Plan:
-    from infer.planning.stored_plans import planned
+def _made(request: PlanRequest, fresh: bool) -> SlicePlan:
+    from infer.planning.stored_plans import stored_plan
 
-    made = planned(asked, fresh=fresh, compiling=lambda: _compiling(asked))
+    made = stored_plan(request, fresh=fresh, compiling=lambda: _compiling(request))
     console = screen(stderr=True, soft_wrap=True)
     if made.compiled and not made.stored and not console.is_terminal:
         free = made.memory["free"] / 2**30
@@ -162,10 +162,12 @@ def _made(asked: Request, fresh: bool) -> Plan:
 
 
 @contextlib.contextmanager
-def _compiling(asked: Request) -> Generator[None]:
+def _compiling(request: PlanRequest) -> Generator[None]:
     """Says what is compiled: beside a spinner, or as a line where nobody would see it turn."""
-    context = short_length(asked.context)
-    what = f"compiling {asked.step} for {asked.topology.name}, {asked.layout.name}, batch {asked.batch}, {context}"
+    context = short_length(request.context)
+    what = (
+        f"compiling {request.step} for {request.topology.name}, {request.layout.name}, batch {request.batch}, {context}"
+    )
     console = screen(stderr=True, soft_wrap=True)
     if console.is_terminal:
         with spinner(console, what):
@@ -175,14 +177,14 @@ def _compiling(asked: Request) -> Generator[None]:
         yield
 
 
-def _fitted(asked: Request, fresh: bool) -> list[Plan]:
+def _fitted(request: PlanRequest, fresh: bool) -> list[SlicePlan]:
     """The largest batch of a request, then its largest context."""
     from infer.planning.fit import largest_batch, largest_context
 
-    return [largest(asked, lambda sized: _made(sized, fresh)).plan for largest in (largest_batch, largest_context)]
+    return [largest(request, lambda sized: _made(sized, fresh)).plan for largest in (largest_batch, largest_context)]
 
 
-def _print(made: list[Plan], refused: Sequence[Refused], *, table: bool) -> None:
+def _print(made: list[SlicePlan], refused: Sequence[Refused], *, table: bool) -> None:
     from infer.planning.report import show, show_many
 
     console = screen(width=160)

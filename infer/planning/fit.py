@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from infer.planning.request import Request, accounted
-from infer.planning.slice_plan import Plan
+from infer.planning.request import PlanRequest, request_memory
+from infer.planning.slice_plan import SlicePlan
 
 COMPILATIONS = 3
 _MARGIN = 0.98  # of the limit that the first guess fills
@@ -29,40 +29,44 @@ class Fit:
 
     batch: int
     context: int
-    plan: Plan
+    plan: SlicePlan
     compilations: int
 
 
-def largest_batch(asked: Request, make: Callable[[Request], Plan]) -> Fit:
+def largest_batch(request: PlanRequest, make: Callable[[PlanRequest], SlicePlan]) -> Fit:
     """The largest batch for the context of a request.
 
     Args:
         make: compiles a request.
     """
-    unit = asked.layout.parts("batch")
-    return _largest(asked, unit, 10**6, lambda units: asked.sized(batch=units * unit), make)
+    unit = request.layout.parts("batch")
+    return _largest(request, unit, 10**6, lambda units: request.sized(batch=units * unit), make)
 
 
-def largest_context(asked: Request, make: Callable[[Request], Plan]) -> Fit:
+def largest_context(request: PlanRequest, make: Callable[[PlanRequest], SlicePlan]) -> Fit:
     """The largest context for the batch of a request, up to the model's."""
-    unit = min(_PAGE * asked.layout.parts("kv_pages"), asked.config.max_position_embeddings)
-    most = asked.config.max_position_embeddings // unit
+    unit = min(_PAGE * request.layout.parts("kv_pages"), request.config.max_position_embeddings)
+    most = request.config.max_position_embeddings // unit
 
-    def sized(units: int) -> Request:
+    def sized(units: int) -> PlanRequest:
         # A prefill step takes no more tokens of a sequence than there is room for.
-        return dataclasses.replace(asked, context=units * unit, chunk=min(asked.chunk, units * unit))
+        return dataclasses.replace(request, context=units * unit, chunk=min(request.chunk, units * unit))
 
-    return _largest(asked, unit, most, sized, make)
+    return _largest(request, unit, most, sized, make)
 
 
 def _largest(
-    asked: Request, unit: int, most: int, sized: Callable[[int], Request], make: Callable[[Request], Plan]
+    request: PlanRequest,
+    unit: int,
+    most: int,
+    sized: Callable[[int], PlanRequest],
+    make: Callable[[PlanRequest], SlicePlan],
 ) -> Fit:
-    limit = asked.topology.chip.hbm_bytes
-    one = accounted(sized(1)).total
-    slope = max(1.0, accounted(sized(2)).total - one) if most > 1 else 1.0
+    limit = request.topology.chip.hbm_bytes
+    one = request_memory(sized(1)).total
+    slope = max(1.0, request_memory(sized(2)).total - one) if most > 1 else 1.0
     nothing = one - slope  # what is there without any sequence
-    fits: tuple[int, Plan] | None = None
+    fits: tuple[int, SlicePlan] | None = None
     too_many, last = most + 1, None
     for number in range(1, COMPILATIONS + 1):
         units = int((limit * (_MARGIN if number == 1 else 1.0) - nothing) // slope)

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from typing import Any
 
-from infer.planning.request import Request
+from infer.planning.request import PlanRequest
 from sharding.compiler.chips import Chip
 from sharding.compiler.hlo.collectives import Collective
 from sharding.compiler.hlo.program import Program
@@ -17,7 +17,7 @@ from sharding.compiler.links import seconds_by_dimension
 
 
 @dataclasses.dataclass(frozen=True)
-class Floor:
+class LowerBound:
     """A time that the step takes at least, by one resource.
 
     Attributes:
@@ -31,19 +31,19 @@ class Floor:
     of: str
 
 
-def floors(asked: Request, program: Program) -> list[Floor]:
+def lower_bounds(request: PlanRequest, program: Program) -> list[LowerBound]:
     """The floors of a step, the longest first."""
-    chip = asked.topology.chip
+    chip = request.topology.chip
     # What kernels state has no type: the fastest one is still a floor.
     peaks = {dtype: chip.peak("fp8" if dtype == "kernel" else dtype) for dtype in program.flops}
     compute = sum(count / peaks[dtype] for dtype, count in program.flops.items())
     operations = ", ".join(f"{count / 1e12:.3g} T of {dtype}" for dtype, count in program.flops.items())
     moved = f"{program.hbm_bytes / 1e9:,.1f} GB at {chip.hbm_bytes_per_s / 1e12:.3g} TB/s"
     found = [
-        Floor("compute", compute, f"operations: {operations}"),
-        Floor("HBM", program.hbm_bytes / chip.hbm_bytes_per_s, moved),
+        LowerBound("compute", compute, f"operations: {operations}"),
+        LowerBound("HBM", program.hbm_bytes / chip.hbm_bytes_per_s, moved),
         *_networks(collectives(program, chip), chip),
-        _row_copies(asked),
+        _row_copies(request),
     ]
     return sorted(found, key=lambda floor: -floor.seconds)
 
@@ -89,7 +89,7 @@ def _rate(one: Collective, chip: Chip) -> float:
     return one.route.all_links * chip.link_bytes_per_s if one.route else chip.ici_bytes_per_s
 
 
-def _networks(rows: list[dict[str, Any]], chip: Chip) -> list[Floor]:
+def _networks(rows: list[dict[str, Any]], chip: Chip) -> list[LowerBound]:
     found = []
     ici, dcn = ([row for row in rows if row["network"] == network and row["seconds"]] for network in ("ici", "dcn"))
     if ici:
@@ -99,11 +99,11 @@ def _networks(rows: list[dict[str, Any]], chip: Chip) -> list[Floor]:
         most = max(along.values())
         busiest = [dimension for dimension, seconds in sorted(along.items()) if math.isclose(seconds, most)]
         own = [row for row, (links, _) in zip(ici, used, strict=True) if busiest[0] in links]
-        found.append(Floor("ICI", most, _sent_along(", ".join(busiest), own, chip)))
+        found.append(LowerBound("ICI", most, _sent_along(", ".join(busiest), own, chip)))
     if dcn:
         size = sum(row["link_bytes"] for row in dcn)
         of = f"{size / 1e9:.3g} GB at {chip.dcn_bytes_per_s / 1e9:.3g} GB/s"
-        found.append(Floor("DCN", sum(row["seconds"] for row in dcn), of))
+        found.append(LowerBound("DCN", sum(row["seconds"] for row in dcn), of))
     return found
 
 
@@ -121,17 +121,17 @@ def _sent_along(along: str, rows: list[dict[str, Any]], chip: Chip) -> str:
     return f"{f'along {along}: ' if along else ''}{' + '.join(parts)}, {each}"
 
 
-def _row_copies(asked: Request) -> Floor:
-    rows, cost, cores = _selected_rows(asked), asked.row_copy_cost, asked.topology.chip.cores_per_device
+def _row_copies(request: PlanRequest) -> LowerBound:
+    rows, cost, cores = _selected_rows(request), request.row_copy_cost, request.topology.chip.cores_per_device
     of = f"{rows:,.0f} rows of the cache at {cost:.3g} ns" + (f" on each of {cores} cores" if cores > 1 else "")
-    return Floor("row copies", rows * cost / 1e9 / cores, of)
+    return LowerBound("row copies", rows * cost / 1e9 / cores, of)
 
 
-def _selected_rows(asked: Request) -> float:
+def _selected_rows(request: PlanRequest) -> float:
     """Rows of latents that a device's queries select in a step, when selections are even over the devices."""
-    config, layout = asked.config, asked.layout
-    each = {"prefill": asked.chunk / layout.parts("tokens"), "verify": asked.draft_tokens + 1}.get(asked.step, 1)
+    config, layout = request.config, request.layout
+    each = {"prefill": request.chunk / layout.parts("tokens"), "verify": request.draft_tokens + 1}.get(request.step, 1)
     # Of the devices that have the most sequences: rows of padding are on others.
-    queries = asked.batch // layout.parts("batch") * each
-    chosen = min(config.index_topk, asked.context)
+    queries = request.batch // layout.parts("batch") * each
+    chosen = min(config.index_topk, request.context)
     return config.num_hidden_layers * queries * chosen / layout.parts("kv_pages")

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from glm52_jax.cache.row_formats import parts_of
 from glm52_jax.config import ModelConfig
-from glm52_jax.params.init import abstract_params, leaf_of
+from glm52_jax.params.init import abstract_params, leaf_at
 from glm52_jax.params.sharding import param_spec, param_specs
 from glm52_jax.params.spec import parameters
 from infer.steps import State
@@ -20,7 +20,7 @@ from sharding.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)
-class Account:
+class MemoryBreakdown:
     """Bytes on one device.
 
     Attributes:
@@ -55,10 +55,10 @@ def parameter_bytes(config: ModelConfig, layout: Layout) -> tuple[dict[str, int]
     by_part: Counter[str] = Counter()
     replicated = {}
     for param in parameters(config):
-        leaf = leaf_of(params, param.path)
+        leaf = leaf_at(params, param.path)
         if leaf is None:
             continue
-        size = own_bytes(layout, leaf, leaf_of(specs, param.path))
+        size = own_bytes(layout, leaf, leaf_at(specs, param.path))
         by_part[param.part] += size
         if not any(param_spec(param, config, layout)) and size >= REPLICATED_FROM and layout.devices > 1:
             replicated[param.path] = size
@@ -76,7 +76,7 @@ def own_bytes(layout: Layout, tree: Any, specs: Any) -> int:
     return sum(jax.tree.leaves(sizes))
 
 
-def account(config: ModelConfig, layout: Layout, state: State) -> Account:
+def memory_breakdown(config: ModelConfig, layout: Layout, state: State) -> MemoryBreakdown:
     """The account of a step.
 
     Args:
@@ -91,4 +91,4 @@ def account(config: ModelConfig, layout: Layout, state: State) -> Account:
         for stack in (state.cache.latent, state.cache.index_keys)
     )
     everything = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    return Account(by_part, latent, keys, everything - latent - keys, replicated)
+    return MemoryBreakdown(by_part, latent, keys, everything - latent - keys, replicated)

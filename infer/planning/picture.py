@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from glm52_jax.io.files import check_file, whole_file, writing
-from infer.planning.slice_plan import Plan
+from infer.planning.slice_plan import SlicePlan
 from sharding.compiler.chips import GIB
 from sharding.errors import InputError
 
@@ -27,7 +27,7 @@ def check(path: Path) -> None:
     check_file(path)
 
 
-def draw(path: Path, plans: Sequence[Plan]) -> None:
+def draw(path: Path, plans: Sequence[SlicePlan]) -> None:
     """Draws the picture; `check` says beforehand whether it can be.
 
     Raises:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from glm52_jax.inputs.lengths import short_length
-from infer.planning.slice_plan import Plan
+from infer.planning.slice_plan import SlicePlan
 from infer.planning.sweep import Refused
 
 GIB = 2**30
@@ -25,7 +25,7 @@ _WORDS = (
 )  # columns that are no numbers
 
 
-def show(console: Console, plan: Plan) -> None:
+def show(console: Console, plan: SlicePlan) -> None:
     """Everything of one plan."""
     console.print(_headline(plan), style="bold", soft_wrap=True)
     console.print(_rules(plan), style="dim", soft_wrap=True)
@@ -46,7 +46,7 @@ def show(console: Console, plan: Plan) -> None:
         console.print(_made(plan), style="dim")
 
 
-def _made(plan: Plan) -> str:
+def _made(plan: SlicePlan) -> str:
     lower, compiled = plan.seconds["lower"], plan.seconds["compile"]
     if plan.stored:
         return (
@@ -56,7 +56,7 @@ def _made(plan: Plan) -> str:
     return f"lowered in {lower:.1f} s, compiled in {compiled:.1f} s"
 
 
-def _headline(plan: Plan) -> str:
+def _headline(plan: SlicePlan) -> str:
     r = plan.request
     sizes = f"data {r['data']} x expert {r['expert']} x tensor {r['tensor']}"
     size = f", chunk {short_length(r['chunk'])}" if r["chunk"] else ""
@@ -72,7 +72,7 @@ def _headline(plan: Plan) -> str:
     )
 
 
-def _rules(plan: Plan) -> str:
+def _rules(plan: SlicePlan) -> str:
     """The rules in force; an axis of one device divides nothing."""
     divided = {
         name: [axis for axis in axes if plan.request[axis] > 1] for name, axes in sorted(plan.request["rules"].items())
@@ -81,7 +81,7 @@ def _rules(plan: Plan) -> str:
     return f"rules: {'; '.join(words) or 'nothing is divided'}"
 
 
-def _verdict(plan: Plan) -> str:
+def _verdict(plan: SlicePlan) -> str:
     free = plan.memory["free"]
     how = "" if plan.compiled else " by the account alone"
     if plan.fits:
@@ -89,7 +89,7 @@ def _verdict(plan: Plan) -> str:
     return f"does not fit{how}: {_gib(-free)} GiB more than the {_gib(plan.memory['limit'])} GiB of each device"
 
 
-def _memory(plan: Plan) -> Table:
+def _memory(plan: SlicePlan) -> Table:
     table = _table("bytes on a device", "GiB")
     own = plan.account
     for part, size in sorted(own.parameters.items(), key=lambda item: -item[1]):
@@ -106,14 +106,14 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
-def _temporaries(plan: Plan) -> Table:
+def _temporaries(plan: SlicePlan) -> Table:
     table = _table("largest temporaries", "MiB", "shape")
     for place in plan.temporaries:
         table.add_row(place["name"], f"{place['bytes'] / 2**20:,.1f}", place["shape"])
     return table
 
 
-def _collectives(plan: Plan) -> Table:
+def _collectives(plan: SlicePlan) -> Table:
     table = _table("collectives", "axes", "network", "placement", "links", "MB sent", "ms", "times", "overlapped")
     for row in plan.collectives:
         table.add_row(
@@ -130,7 +130,7 @@ def _collectives(plan: Plan) -> Table:
     return table
 
 
-def _kernels(plan: Plan) -> Table:
+def _kernels(plan: SlicePlan) -> Table:
     """What kernels state of themselves; a custom call of the compiler's own states nothing."""
     table = _table("kernels", "times", "GFLOP", "MB moved")
     for kernel in plan.kernels:
@@ -142,14 +142,14 @@ def _kernels(plan: Plan) -> Table:
     return table
 
 
-def _floors(plan: Plan) -> Table:
+def _floors(plan: SlicePlan) -> Table:
     table = _table("floors of the time of a step", "ms", "of")
     for floor in plan.floors:
         table.add_row(floor.resource, f"{floor.seconds * 1e3:,.3f}", floor.of)
     return table
 
 
-def _binding(plan: Plan) -> str:
+def _binding(plan: SlicePlan) -> str:
     longest = plan.floors[0]
     return (
         f"{longest.resource} binds: no less than {longest.seconds * 1e3:,.2f} ms a step, so at most "
@@ -157,18 +157,18 @@ def _binding(plan: Plan) -> str:
     )
 
 
-def ranked(plans: Sequence[Plan]) -> list[Plan]:
+def ranked(plans: Sequence[SlicePlan]) -> list[SlicePlan]:
     """What fits first, and of that the most tokens a second and chip."""
     return sorted(plans, key=lambda plan: (not plan.fits, -(_rate(plan) or 0.0)))
 
 
-def _rate(plan: Plan) -> float | None:
+def _rate(plan: SlicePlan) -> float | None:
     """Tokens a second and chip, of sequences and not of padding."""
     rate = plan.tokens_per_second_per_device
     return None if rate is None else rate * plan.request["devices"] / plan.request["chips"]
 
 
-def show_many(console: Console, plans: Sequence[Plan], refused: Sequence[Refused] = ()) -> None:
+def show_many(console: Console, plans: Sequence[SlicePlan], refused: Sequence[Refused] = ()) -> None:
     """One row a plan, and one each that could not be planned."""
     sizes = "data x expert x tensor"
     columns = ["layout", sizes, "batch", "context", "fits", "GiB free", "binds", "ms", "tok/s/chip"]

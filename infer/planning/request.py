@@ -1,4 +1,4 @@
-"""`Request`: what is to be planned. It is checked before the compiler is asked for, and alike where there is none."""
+"""`PlanRequest`: a step, a model and a slice to plan; checked before the compiler is asked, and also without one."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from glm52_jax.inputs.values import number, whole_number
 from glm52_jax.kernels import resolve_backend
 from glm52_jax.params.axis_rules import rules_of
 from glm52_jax.params.init import abstract_params
-from infer.planning.memory_breakdown import Account, account, parameter_bytes
+from infer.planning.memory_breakdown import MemoryBreakdown, memory_breakdown, parameter_bytes
 from infer.speculative import MAX_DRAFT_TOKENS
 from infer.steps import StepProvider
 from sharding.compiler.topology import Topology
 from sharding.errors import InputError
-from sharding.jax_settings import under_own_settings
+from sharding.jax_settings import with_project_settings
 from sharding.layout import Layout
 from sharding.presets import PRESETS, read_layouts
 
@@ -36,7 +36,7 @@ ROOM = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """What is to be planned.
 
     Attributes:
@@ -84,7 +84,7 @@ class Request:
         """Nanoseconds to issue the copy of one row of the cache: as asked for, or the chip's."""
         return self.topology.chip.row_copy_ns if self.row_copy_ns is None else self.row_copy_ns
 
-    def sized(self, **sizes: int) -> Request:
+    def sized(self, **sizes: int) -> PlanRequest:
         """The same request with another batch or context, whose rows are all sequences."""
         return dataclasses.replace(self, **{"padding": 0} | sizes)
 
@@ -102,7 +102,7 @@ class Request:
             cache_format=cache_format(self.kv),
             layout=self.layout,
             mesh=mesh,
-            halves=self.halves,
+            overlap=self.halves,
         )
 
     def key(self) -> str:
@@ -123,8 +123,8 @@ def cache_format(kv: str) -> CacheFormat:
     return CACHE_FORMATS[kv]
 
 
-@under_own_settings
-def request(
+@with_project_settings
+def plan_request(
     config: ModelConfig,
     topology: str | Topology,
     layout: str | Layout = "throughput",
@@ -133,7 +133,7 @@ def request(
     batch: int = 1,
     context: int = 128 * 1024,
     **options: Any,
-) -> Request:
+) -> PlanRequest:
     """What is asked for, checked: nonsense is refused here, before the compiler is loaded.
 
     Args:
@@ -163,8 +163,8 @@ def request(
         candidates: tuple[Layout, ...] = (layout,)
     else:
         candidates = read_layouts(layout, topology.device_count, topology.slices, experts=config.n_routed_experts)
-    asked = [Request(config, topology, one, step, batch, context, **options) for one in candidates]
-    return _first_that_fits(asked, preset=isinstance(layout, str) and layout in PRESETS)
+    request = [PlanRequest(config, topology, one, step, batch, context, **options) for one in candidates]
+    return _first_that_fits(request, preset=isinstance(layout, str) and layout in PRESETS)
 
 
 def _checked(options: dict[str, Any], topology: Topology, step: str, context: int) -> dict[str, Any]:
@@ -197,10 +197,10 @@ def _checked(options: dict[str, Any], topology: Topology, step: str, context: in
     return found
 
 
-def _first_that_fits(asked: list[Request], *, preset: bool) -> Request:
+def _first_that_fits(request: list[PlanRequest], *, preset: bool) -> PlanRequest:
     """The first request whose layout divides the model and the batch, and, of a preset, whose account fits."""
     refusals, divided = [], []
-    for one in asked:
+    for one in request:
         one.topology.check(one.layout)
         # A batch that the devices do not divide is filled up with rows of padding, as generation does.
         padding = -one.batch % one.layout.parts("batch")
@@ -210,7 +210,7 @@ def _first_that_fits(asked: list[Request], *, preset: bool) -> Request:
         except InputError as error:
             refusals.append(error)
             continue
-        own = accounted(filled)
+        own = request_memory(filled)
         divided.append((own.total, filled))
         if not preset or own.total <= ROOM * one.topology.chip.hbm_bytes:
             return filled
@@ -219,14 +219,14 @@ def _first_that_fits(asked: list[Request], *, preset: bool) -> Request:
     return min(divided, key=lambda one: one[0])[1]
 
 
-def accounted(asked: Request) -> Account:
+def request_memory(request: PlanRequest) -> MemoryBreakdown:
     """The analytic account of a request.
 
     Raises:
         InputError: the layout does not divide a parameter or the chunk; drafts without an MTP layer.
     """
-    provider = asked.provider(_Abstract(asked.layout.devices))
-    return account(asked.config, asked.layout, jax.eval_shape(provider.own_state))
+    provider = request.provider(_Abstract(request.layout.devices))
+    return memory_breakdown(request.config, request.layout, jax.eval_shape(provider.own_state))
 
 
 class _Device:
@@ -246,31 +246,31 @@ class _Abstract:
         return np.array([_Device()] * self.count, object)
 
 
-def described(asked: Request) -> dict[str, Any]:
+def describe(request: PlanRequest) -> dict[str, Any]:
     """A request by words and numbers."""
-    layout = asked.layout
+    layout = request.layout
     return {
-        "topology": asked.topology.name,
-        "slices": asked.topology.slices,
-        "chips": asked.topology.chips_per_slice * asked.topology.slices,
+        "topology": request.topology.name,
+        "slices": request.topology.slices,
+        "chips": request.topology.chips_per_slice * request.topology.slices,
         "devices": layout.devices,
         "layout": layout.name,
         "data": layout.data,
         "expert": layout.expert,
         "tensor": layout.tensor,
         "rules": {name: list(axes) for name, axes in rules_of(layout).items()},
-        "step": asked.step,
-        "batch": asked.batch,
-        "sequences": asked.sequences,
-        "padding": asked.padding,
-        "tokens": asked.tokens,
-        "context": asked.context,
-        "chunk": asked.chunk if asked.step == "prefill" else None,
-        "draft_tokens": asked.draft_tokens,
-        "kv": asked.kv,
-        "kernels": asked.kernels,
-        "row_copy_ns": asked.row_copy_cost,
-        "halves": asked.halves,
-        "weights": asked.config.quantization.method if asked.config.quantization else asked.config.dtype,
-        "full_layers": sum(kind == FULL for kind in asked.config.indexer_types),
+        "step": request.step,
+        "batch": request.batch,
+        "sequences": request.sequences,
+        "padding": request.padding,
+        "tokens": request.tokens,
+        "context": request.context,
+        "chunk": request.chunk if request.step == "prefill" else None,
+        "draft_tokens": request.draft_tokens,
+        "kv": request.kv,
+        "kernels": request.kernels,
+        "row_copy_ns": request.row_copy_cost,
+        "halves": request.halves,
+        "weights": request.config.quantization.method if request.config.quantization else request.config.dtype,
+        "full_layers": sum(kind == FULL for kind in request.config.indexer_types),
     }

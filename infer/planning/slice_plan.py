@@ -1,4 +1,4 @@
-"""`Plan`: what the compiler, or arithmetic alone, says of a step on a slice of TPUs.
+"""`SlicePlan`: what the compiler, or arithmetic alone, says of a step on a slice of TPUs.
 
 Times here are lower bounds: what the work would take at least if one resource were used perfectly and nothing else
 took any time. None of them is a prediction.
@@ -14,11 +14,11 @@ import jax
 
 from glm52_jax.config import FULL, SPARSE, ModelConfig
 from glm52_jax.params.init import abstract_params
-from infer.planning.lower_bounds import Floor, collectives, floors
-from infer.planning.memory_breakdown import Account
-from infer.planning.request import Request, accounted, described
+from infer.planning.lower_bounds import LowerBound, collectives, lower_bounds
+from infer.planning.memory_breakdown import MemoryBreakdown
+from infer.planning.request import PlanRequest, describe, request_memory
 from sharding.errors import InputError
-from sharding.jax_settings import under_own_settings
+from sharding.jax_settings import with_project_settings
 
 LARGE = 64 * 10**6
 """Bytes from which on a copy or an array that every device has is worth a warning."""
@@ -28,7 +28,7 @@ LARGEST_TEMPORARIES = 5
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class SlicePlan:
     """What a slice makes of a step; bytes are those of one device.
 
     Attributes:
@@ -38,7 +38,7 @@ class Plan:
         fits: whether it fits; by the account alone where nothing was compiled.
         memory: bytes: "arguments", "outputs", "temporaries", "total", "limit", "free", "code".
         temporaries: the largest places of the working memory: name, shape, bytes.
-        collectives: kind, mesh axes, network, links and placement, bytes sent; see `floors.collectives`.
+        collectives: kind, mesh axes, network, links and placement, bytes sent; see `lower_bounds.collectives`.
         flops: operations by type.
         hbm_bytes: moved to and from HBM.
         floors: of the time of a step, the longest first.
@@ -52,7 +52,7 @@ class Plan:
     """
 
     request: dict[str, Any]
-    account: Account
+    account: MemoryBreakdown
     compiled: bool
     fits: bool
     memory: dict[str, int]
@@ -60,7 +60,7 @@ class Plan:
     collectives: list[dict[str, Any]]
     flops: dict[str, float]
     hbm_bytes: float
-    floors: list[Floor]
+    floors: list[LowerBound]
     tokens_per_second_per_device: float | None
     kernels: list[dict[str, Any]]
     warnings: list[str]
@@ -73,14 +73,16 @@ class Plan:
         return dataclasses.asdict(self) | {"total_of_account": self.account.total}
 
     @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> Plan:
+    def from_json(cls, raw: dict[str, Any]) -> SlicePlan:
         fields = {f.name for f in dataclasses.fields(cls)}
         raw = {name: value for name, value in raw.items() if name in fields}
-        return cls(**raw | {"account": Account(**raw["account"]), "floors": [Floor(**f) for f in raw["floors"]]})
+        return cls(
+            **raw | {"account": MemoryBreakdown(**raw["account"]), "floors": [LowerBound(**f) for f in raw["floors"]]}
+        )
 
 
-@under_own_settings
-def compile_plan(asked: Request) -> Plan:
+@with_project_settings
+def compile_plan(request: PlanRequest) -> SlicePlan:
     """Compiles the step of a request.
 
     Raises:
@@ -89,9 +91,9 @@ def compile_plan(asked: Request) -> Plan:
     """
     from sharding.compiler.compile import compile_for
 
-    placed = asked.topology.mesh(asked.layout)
-    provider = asked.provider(placed.mesh)
-    step = getattr(provider, asked.step)(abstract_params(asked.config))
+    placed = request.topology.mesh(request.layout)
+    provider = request.provider(placed.mesh)
+    step = getattr(provider, request.step)(abstract_params(request.config))
     try:
         compiled = compile_for(
             step.function,
@@ -99,19 +101,19 @@ def compile_plan(asked: Request) -> Plan:
             placed,
             donate=[step.names.index(name) for name in step.donated],
             names=step.names,
-            shares=shares(asked.config),
+            shares=shares(request.config),
             copies_from=LARGE,
             options=provider.compiler_options,
         )
     except jax.errors.JaxRuntimeError as error:
         said = str(error).splitlines()[0]
-        raise InputError(f"the TPU compiler cannot make {asked.step} for {asked.topology.name}: {said}") from error
+        raise InputError(f"the TPU compiler cannot make {request.step} for {request.topology.name}: {said}") from error
     memory, program = compiled.memory, compiled.program
-    own = accounted(asked)
-    found = floors(asked, program)
+    own = request_memory(request)
+    found = lower_bounds(request, program)
     longest = found[0].seconds
-    return Plan(
-        request=described(asked) | {"placement": placed.placement},
+    return SlicePlan(
+        request=describe(request) | {"placement": placed.placement},
         account=own,
         compiled=True,
         fits=compiled.fits,
@@ -123,27 +125,27 @@ def compile_plan(asked: Request) -> Plan:
             {"name": place.label, "shape": place.shape, "bytes": place.bytes}
             for place in compiled.temporaries[:LARGEST_TEMPORARIES]
         ],
-        collectives=collectives(program, asked.topology.chip),
+        collectives=collectives(program, request.topology.chip),
         flops={name: float(count) for name, count in program.flops.items()},
         hbm_bytes=float(program.hbm_bytes),
         floors=found,
-        tokens_per_second_per_device=asked.tokens / longest / asked.layout.devices if longest else None,
+        tokens_per_second_per_device=request.tokens / longest / request.layout.devices if longest else None,
         kernels=[
             {"name": k.name, "executed": k.executed, "flops": k.flops, "hbm_bytes": k.hbm_bytes}
             for k in program.kernels
         ],
-        warnings=_filled_up(asked) + _warnings(own, compiled),
+        warnings=_filled_up(request) + _warnings(own, compiled),
         seconds={"lower": compiled.lower_seconds, "compile": compiled.compile_seconds},
         refusal=compiled.refusal,
         made=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
 
 
-def analytic_plan(asked: Request, why: str) -> Plan:
+def analytic_plan(request: PlanRequest, why: str) -> SlicePlan:
     """What can be said without the compiler."""
-    own, limit = accounted(asked), asked.topology.chip.hbm_bytes
-    return Plan(
-        request=described(asked),
+    own, limit = request_memory(request), request.topology.chip.hbm_bytes
+    return SlicePlan(
+        request=describe(request),
         account=own,
         compiled=False,
         fits=own.total <= limit,
@@ -156,7 +158,7 @@ def analytic_plan(asked: Request, why: str) -> Plan:
         tokens_per_second_per_device=None,
         kernels=[],
         warnings=[
-            *_filled_up(asked),
+            *_filled_up(request),
             f"{why}; this is the account alone, without temporaries, collectives and floors",
         ],
         seconds={},
@@ -171,17 +173,18 @@ def shares(config: ModelConfig) -> dict[str, tuple[float, float]]:
     return {"attention/cond": (1 - full, full), "mlp/cond": (sparse, 1 - sparse)}
 
 
-def _filled_up(asked: Request) -> list[str]:
-    if not asked.padding:
+def _filled_up(request: PlanRequest) -> list[str]:
+    if not request.padding:
         return []
-    parts = asked.layout.parts("batch")
+    parts = request.layout.parts("batch")
     return [
-        f"{asked.sequences:,} {'sequence is' if asked.sequences == 1 else 'sequences are'} filled up to a batch of "
-        f"{asked.batch:,}, a multiple of the {parts:,} devices that share it; rates count the {asked.sequences:,} alone"
+        f"{request.sequences:,} {'sequence is' if request.sequences == 1 else 'sequences are'} filled up to a batch of "
+        f"{request.batch:,}, a multiple of the {parts:,} devices that share it; rates count the "
+        f"{request.sequences:,} alone"
     ]
 
 
-def _warnings(own: Account, compiled: Any) -> list[str]:
+def _warnings(own: MemoryBreakdown, compiled: Any) -> list[str]:
     found = []
     for copy in compiled.program.copies[:5]:
         found.append(

@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from infer.planning.request import Request, accounted, described
-from infer.planning.slice_plan import Plan, analytic_plan, compile_plan
+from infer.planning.request import PlanRequest, describe, request_memory
+from infer.planning.slice_plan import SlicePlan, analytic_plan, compile_plan
 from sharding.compiler.topology import NoCompilerError
 
 NO_COMPILER = "libtpu is not installed (pip install 'glm52-jax[plan]')"
@@ -23,7 +23,9 @@ TOO_LARGE = "not compiled: parameters and caches alone take more than a device h
 Compiling = Callable[[], AbstractContextManager[object]]
 
 
-def planned(asked: Request, *, fresh: bool = False, compiling: Compiling = contextlib.nullcontext) -> Plan:
+def stored_plan(
+    request: PlanRequest, *, fresh: bool = False, compiling: Compiling = contextlib.nullcontext
+) -> SlicePlan:
     """The plan of a request, compiled where it is not stored yet.
 
     What does not fit by the account alone is not compiled: no program needs less.
@@ -32,20 +34,20 @@ def planned(asked: Request, *, fresh: bool = False, compiling: Compiling = conte
         fresh: compile in any case.
         compiling: is entered while the compiler works, and only then.
     """
-    if accounted(asked).total > asked.topology.chip.hbm_bytes:
-        return analytic_plan(asked, TOO_LARGE)
+    if request_memory(request).total > request.topology.chip.hbm_bytes:
+        return analytic_plan(request, TOO_LARGE)
     if _version("libtpu") is None:
-        return analytic_plan(asked, NO_COMPILER)
-    path = _folder() / f"{_key(asked)}.json"
+        return analytic_plan(request, NO_COMPILER)
+    path = _folder() / f"{_key(request)}.json"
     if not fresh:
         # Not there, or of another version: it is made again.
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            return _renamed(Plan.from_json(json.loads(path.read_text(encoding="utf-8"))), asked)
+            return _renamed(SlicePlan.from_json(json.loads(path.read_text(encoding="utf-8"))), request)
     try:
         with compiling():
-            made = compile_plan(asked)
+            made = compile_plan(request)
     except NoCompilerError as error:
-        return analytic_plan(asked, str(error))
+        return analytic_plan(request, str(error))
     # A plan that cannot be kept is still a plan.
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,9 +57,9 @@ def planned(asked: Request, *, fresh: bool = False, compiling: Compiling = conte
     return made
 
 
-def _renamed(plan: Plan, asked: Request) -> Plan:
+def _renamed(plan: SlicePlan, request: PlanRequest) -> SlicePlan:
     """A stored plan, for a request that is the same but for names."""
-    words = plan.request | described(asked)
+    words = plan.request | describe(request)
     return dataclasses.replace(plan, request=words, stored=True)
 
 
@@ -65,8 +67,8 @@ def _folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "glm52-jax" / "plans"
 
 
-def _key(asked: Request) -> str:
-    parts = [asked.key(), _code(), *(str(_version(name)) for name in ("jax", "libtpu"))]
+def _key(request: PlanRequest) -> str:
+    parts = [request.key(), _code(), *(str(_version(name)) for name in ("jax", "libtpu"))]
     return hashlib.sha256("|".join(parts).encode()).hexdigest()[:32]
 
 

@@ -31,7 +31,7 @@ class Refused:
 
 
 def each(
-    asked: Sequence[Asked], make: Callable[[Asked], Made], named: Callable[[Asked], tuple[str, str]]
+    request: Sequence[Asked], make: Callable[[Asked], Made], named: Callable[[Asked], tuple[str, str]]
 ) -> tuple[list[Made], list[Refused]]:
     """What `make` gives for all that it does not refuse, in order, and the others; one asked alone is simply raised.
 
@@ -43,11 +43,11 @@ def each(
         Exception: the first refusal, where nothing is left.
     """
     found, refused, first = [], [], None
-    for one in asked:
+    for one in request:
         try:
             found.append(make(one))
         except Exception as error:  # a slice that the compiler cannot make must not hide the others
-            if len(asked) == 1:
+            if len(request) == 1:
                 raise
             first = first or error
             refused.append(Refused(*named(one), _sentence(error)))

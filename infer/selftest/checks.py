@@ -16,11 +16,11 @@ PASS, FAIL, SKIP = "pass", "fail", "skip"
 Value = TypeVar("Value")
 
 
-class Skip(Exception):  # noqa: N818 (it is no error)
+class CheckSkipped(Exception):  # noqa: N818 (it is no error)
     """Raised by a check that has nothing to do here; its text says why."""
 
 
-class Wrong(Exception):  # noqa: N818 (it reads as what it says: the result is wrong)
+class CheckFailed(Exception):  # noqa: N818 (it reads as what it says: the result is wrong)
     """Raised by a check whose result is not what it should be.
 
     Attributes:
@@ -33,7 +33,7 @@ class Wrong(Exception):  # noqa: N818 (it reads as what it says: the result is w
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class Passed:
     """What a check found: a figure in words for its line, and numbers for the report."""
 
     figure: str
@@ -50,7 +50,7 @@ class Check:
     """
 
     name: str
-    run: Callable[[], Found]
+    run: Callable[[], Passed]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ def run_check(section: str, check: Check) -> Outcome:
     start = time.perf_counter()
     try:
         found = check.run()
-    except Skip as reason:
+    except CheckSkipped as reason:
         return Outcome(section, check.name, SKIP, time.perf_counter() - start, one_line(str(reason)))
     except Exception as error:
         return _failed(section, check.name, time.perf_counter() - start, error)
@@ -112,9 +112,9 @@ def run_check(section: str, check: Check) -> Outcome:
 
 
 def _failed(section: str, name: str, seconds: float, error: Exception) -> Outcome:
-    kind = "" if isinstance(error, Wrong) else f"{type(error).__name__}: "
+    kind = "" if isinstance(error, CheckFailed) else f"{type(error).__name__}: "
     text = "".join(traceback.format_exception(error))
-    values = error.values if isinstance(error, Wrong) else {}
+    values = error.values if isinstance(error, CheckFailed) else {}
     return Outcome(section, name, FAIL, seconds, one_line(f"{kind}{error}"), values, text)
 
 
@@ -124,7 +124,7 @@ def one_line(text: str, most: int = 300) -> str:
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
-class Once(Generic[Value]):
+class RunOnce(Generic[Value]):
     """Something that several checks need, made by the first of them.
 
     If making it fails, that check fails, and the others are skipped: they would all say the same.
@@ -137,7 +137,7 @@ class Once(Generic[Value]):
 
     def __call__(self) -> Value:
         if self._failed:
-            raise Skip(f"needs {self._what}, which failed")
+            raise CheckSkipped(f"needs {self._what}, which failed")
         if not self._made:
             try:
                 self._made.append(self._make())

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from infer.selftest.checks import Check, Found, Skip, Wrong
+from infer.selftest.checks import Check, CheckFailed, CheckSkipped, Passed
 from infer.selftest.machine import Machine
 from sharding import collectives as ours
 from sharding.compiler.chips import Chip
-from sharding.exchange import Group, exchange, resolve_transport, round_windows
+from sharding.exchange import ExchangeGroup, exchange, resolve_exchange, round_windows
 from sharding.layout import AXES, DATA, Layout
 
 _EVERYWHERE = PartitionSpec(AXES)
@@ -30,7 +30,7 @@ Values = Callable[[Any], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Operation:
+class CollectiveCheck:
     """A function of `sharding.collectives` and what it should give.
 
     Attributes:
@@ -69,20 +69,22 @@ def _all_to_all(layout: Layout, x: jax.Array, axis: str) -> jax.Array:
 
 def _own_part(layout: Layout, x: jax.Array, axis: str) -> jax.Array:
     """Of the first device's array, which all have after a sum over what only it has."""
-    alike = ours.psum(layout, jnp.where(ours.index(layout, axis) == 0, x, 0), axis)
-    return ours.own_part(layout, alike, axis)
+    alike = ours.psum(layout, jnp.where(ours.axis_index(layout, axis) == 0, x, 0), axis)
+    return ours.local_shard(layout, alike, axis)
 
 
-OPERATIONS: dict[str, Operation] = {
-    "index": Operation(lambda layout, x, axis: jnp.asarray(ours.index(layout, axis)), lambda values, n, i: i),
-    "psum": Operation(ours.psum, lambda values, n, i: _sum(values, n), lambda n: 2 * (n - 1) / n),
-    "pmax": Operation(ours.pmax, _largest, lambda n: 2 * (n - 1) / n),
-    "all_gather": Operation(ours.all_gather, _gathered, lambda n: n - 1, lambda n: n),
-    "psum_scatter": Operation(
+OPERATIONS: dict[str, CollectiveCheck] = {
+    "index": CollectiveCheck(
+        lambda layout, x, axis: jnp.asarray(ours.axis_index(layout, axis)), lambda values, n, i: i
+    ),
+    "psum": CollectiveCheck(ours.psum, lambda values, n, i: _sum(values, n), lambda n: 2 * (n - 1) / n),
+    "pmax": CollectiveCheck(ours.pmax, _largest, lambda n: 2 * (n - 1) / n),
+    "all_gather": CollectiveCheck(ours.all_gather, _gathered, lambda n: n - 1, lambda n: n),
+    "psum_scatter": CollectiveCheck(
         ours.psum_scatter, lambda values, n, i: _part(_sum(values, n), n, i), lambda n: (n - 1) / n
     ),
-    "own_part": Operation(_own_part, lambda values, n, i: _part(values(0), n, i)),
-    "all_to_all": Operation(
+    "local_shard": CollectiveCheck(_own_part, lambda values, n, i: _part(values(0), n, i)),
+    "all_to_all": CollectiveCheck(
         _all_to_all,
         lambda values, n, i: jax.vmap(lambda j: _part(values(j), n, i))(jnp.arange(n)),
         lambda n: (n - 1) / n,
@@ -103,11 +105,11 @@ def collectives(machine: Machine) -> Iterator[Check]:
         yield Check(f"ragged exchange over {axis} of {n}", functools.partial(check_ragged, machine, axis))
 
 
-def _nothing() -> Found:
-    raise Skip("there is one device, and nobody to talk to")
+def _nothing() -> Passed:
+    raise CheckSkipped("there is one device, and nobody to talk to")
 
 
-def check_operation(machine: Machine, axis: str, operation: Operation) -> Found:
+def check_operation(machine: Machine, axis: str, operation: CollectiveCheck) -> Passed:
     """One collective along one axis: every integer of every device, then the rate.
 
     Raises:
@@ -118,35 +120,35 @@ def check_operation(machine: Machine, axis: str, operation: Operation) -> Found:
     others = [other for other in AXES if other != axis]
 
     def wrong() -> jax.Array:
-        own, place = ours.index(layout, axis), jnp.asarray(ours.index(layout, others), jnp.uint32)
+        own, place = ours.axis_index(layout, axis), jnp.asarray(ours.axis_index(layout, others), jnp.uint32)
         values = functools.partial(_values, (n * rows, 128), place)
         got = operation.function(layout, values(own), axis)
         return jnp.sum(got != operation.expected(values, n, jnp.asarray(own)), dtype=jnp.int32)[None]
 
     _refuse(_on_all(machine, wrong)())
     if operation.sent is None:
-        return Found("right on all devices")
+        return Passed("right on all devices")
 
     def travel() -> jax.Array:
         def once(_: Any, x: jax.Array) -> jax.Array:
             made = jax.lax.optimization_barrier(operation.function(layout, x, axis))
             return x.at[0, 0].set(made.reshape(-1)[0])  # the next one has to wait for this one
 
-        start = jnp.ones((n * rows, 128), jnp.bfloat16) * jnp.asarray(ours.index(layout, AXES), jnp.bfloat16)
+        start = jnp.ones((n * rows, 128), jnp.bfloat16) * jnp.asarray(ours.axis_index(layout, AXES), jnp.bfloat16)
         return jax.lax.fori_loop(0, _repeats(machine), once, start)[:1, 0]
 
     sent = operation.sent(n) * n * rows * 128 * jnp.bfloat16.dtype.itemsize
     return _rate(machine, axis, sent, _seconds(machine, travel))
 
 
-def check_ragged(machine: Machine, axis: str) -> Found:
+def check_ragged(machine: Machine, axis: str) -> Passed:
     """The exchange of rows that experts need: uneven counts, some of them zero, there and back.
 
     Raises:
         Wrong: a row is not where it should be.
     """
     layout, n = machine.layout, machine.layout.size(axis)
-    group, transport = Group.along(layout, (axis,)), resolve_transport(None, machine.platform)
+    group, transport = ExchangeGroup.along(layout, (axis,)), resolve_exchange(None, machine.platform)
     unit = max(1, _rows(machine, n, 1.0) // 8)
     counts = unit * ((3 * np.arange(n)[:, None] + 5 * np.arange(n)) % 4).astype(np.int32)
     capacity, most, width = int(counts.sum(0).max()), int(counts.sum(1).max()), 128
@@ -184,7 +186,7 @@ def check_ragged(machine: Machine, axis: str) -> Found:
 
     busiest = int((counts.sum(1) - counts.diagonal()).max())
     found = _rate(machine, axis, 2.0 * busiest * width * 4, _seconds(machine, travel))
-    return Found(f"{found.figure} ({transport})", found.values | {"transport": transport})
+    return Passed(f"{found.figure} ({transport})", found.values | {"transport": transport})
 
 
 def _rows(machine: Machine, n: int, made: float) -> int:
@@ -212,7 +214,7 @@ def _refuse(wrong: jax.Array) -> None:
     bad = {device: count for device, count in counts.items() if count}
     if bad:
         device, count = next(iter(bad.items()))
-        raise Wrong(
+        raise CheckFailed(
             f"{count} wrong values on device {device}, and wrong ones on {len(bad)} of {len(counts)}", wrong=bad
         )
 
@@ -233,16 +235,16 @@ def _seconds(machine: Machine, travel: Callable[[], jax.Array]) -> float:
     return statistics.median(times) / _repeats(machine)
 
 
-def _rate(machine: Machine, axis: str, sent: float, seconds: float) -> Found:
+def _rate(machine: Machine, axis: str, sent: float, seconds: float) -> Passed:
     rate, chip = sent / seconds, machine.chip
     values = {"sent bytes": sent, "seconds": seconds, "bytes per second": rate}
     figure = f"right; {sent / 1e6:.2f} MB sent a device in {seconds * 1e6:,.0f} us, {rate / 1e9:.2f} GB/s"
     if chip is None:
-        return Found(figure, values)
+        return Passed(figure, values)
     stated, what = _stated(machine, chip, axis)
     if not stated:
-        return Found(f"{figure} ({what})", values)
-    return Found(f"{figure} ({what}: {stated / 1e9:.0f})", values | {"stated bytes per second": stated})
+        return Passed(f"{figure} ({what})", values)
+    return Passed(f"{figure} ({what}: {stated / 1e9:.0f})", values | {"stated bytes per second": stated})
 
 
 def _stated(machine: Machine, chip: Chip, axis: str) -> tuple[float, str]:

@@ -17,10 +17,10 @@ from rich.text import Text
 from glm52_jax.io.terminal import screen, spinner
 from infer.commands.on_hosts import on_hosts
 from infer.selftest.checks import FAIL, PASS, SKIP, Section, run_sections
-from infer.selftest.report import DEFAULT_NAME, Report, checked_path, line
-from infer.selftest.together import agreed
-from sharding.hosts.process_group import ALONE, Hosts
-from sharding.jax_settings import under_own_settings
+from infer.selftest.report import DEFAULT_NAME, SelftestReport, checked_path, line
+from infer.selftest.together import agree_between_hosts
+from sharding.hosts.process_group import ALONE, ProcessGroup
+from sharding.jax_settings import with_project_settings
 
 DEFAULT_LAYOUT = "throughput"
 _STYLES = {PASS: "green", FAIL: "bold red", SKIP: "yellow"}
@@ -57,7 +57,7 @@ def on_cpu_devices(command: Callable[..., bool]) -> Callable[..., None]:
 @on_cpu_devices
 @on_hosts
 def selftest(
-    layout: str | None, report: Path | None, quick: bool, as_json: bool, cpu_devices: int | None, hosts: Hosts
+    layout: str | None, report: Path | None, quick: bool, as_json: bool, cpu_devices: int | None, hosts: ProcessGroup
 ) -> bool:
     """Check this machine: kernels, collectives, a tiny model and layers of real width, beside what they should be.
 
@@ -71,7 +71,7 @@ def selftest(
     machine = Machine.of(layout, quick=quick)
     options = {"layout": layout, "quick": quick, "cpu devices": cpu_devices}
     console = screen(stderr=as_json, quiet=not hosts.first)
-    made = run(sections(machine), Report(options), path, console, hosts)
+    made = run(sections(machine), SelftestReport(options), path, console, hosts)
     if as_json and hosts.first:
         click.echo(json.dumps(made.as_json(), indent=1, default=str))
     return not made.failed
@@ -96,10 +96,14 @@ def sections(machine: Any) -> Mapping[str, Section]:
     return {section.__name__.replace("_", " "): functools.partial(section, machine) for section in found}
 
 
-@under_own_settings
+@with_project_settings
 def run(
-    checks: Mapping[str, Section], report: Report, path: Path | None, console: Console, hosts: Hosts = ALONE
-) -> Report:
+    checks: Mapping[str, Section],
+    report: SelftestReport,
+    path: Path | None,
+    console: Console,
+    hosts: ProcessGroup = ALONE,
+) -> SelftestReport:
     """Runs the sections with a line for each check, and keeps the report's file up to date.
 
     It is written before every check: should one hang, the file says which.
@@ -115,7 +119,7 @@ def run(
             report.write(path)
 
     with shown as now:
-        for outcome in agreed(run_sections(checks, before), hosts):
+        for outcome in agree_between_hosts(run_sections(checks, before), hosts):
             report.outcomes.append(outcome)
             console.print(Text(line(outcome), style=_STYLES[outcome.status]), soft_wrap=True)
     report.running = None

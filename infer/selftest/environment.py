@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import jax
 
 from glm52_jax.params.axis_rules import rules_of
-from infer.selftest.checks import Check, Found, Skip, Wrong
+from infer.selftest.checks import Check, CheckFailed, CheckSkipped, Passed
 from infer.selftest.machine import Machine, memory_limit, slices_of
 
 PACKAGES = ("glm52-jax", "jax", "jaxlib", "libtpu", "numpy", "flax", "ml-dtypes")
@@ -24,17 +24,17 @@ def environment(machine: Machine) -> Iterator[Check]:
     yield Check("mesh", lambda: _mesh(machine))
 
 
-def _versions() -> Found:
+def _versions() -> Passed:
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
             found[name] = "none"
-    return Found(", ".join(f"{name} {number}" for name, number in found.items() if name != "ml-dtypes"), found)
+    return Passed(", ".join(f"{name} {number}" for name, number in found.items() if name != "ml-dtypes"), found)
 
 
-def _devices(machine: Machine) -> Found:
+def _devices(machine: Machine) -> Passed:
     devices, chip = machine.devices, machine.chip
     values = {
         "platform": machine.platform,
@@ -49,29 +49,29 @@ def _devices(machine: Machine) -> Found:
     }
     kinds = {device.device_kind for device in devices}
     if len(kinds) > 1:
-        raise Wrong(f"devices are of {len(kinds)} kinds, expected one: {', '.join(sorted(kinds))}", **values)
+        raise CheckFailed(f"devices are of {len(kinds)} kinds, expected one: {', '.join(sorted(kinds))}", **values)
     known = f"chip {chip.name}" if chip else "no chip whose figures are known"
     slices = f", {values['topology']}" if values["topology"] else ""
     count = f"{len(devices)} {machine.platform} devices ({machine.first.device_kind})"
     several = f" in {values['processes']} processes" if values["processes"] > 1 else ""
-    return Found(f"{count}{several}: {known}{slices}", values)
+    return Passed(f"{count}{several}: {known}{slices}", values)
 
 
-def _memory(machine: Machine) -> Found:
+def _memory(machine: Machine) -> Passed:
     """A device that offers less than its chip is used by somebody else, or set up in another way."""
     limit, chip = memory_limit(machine.first), machine.chip
     if limit is None:
-        raise Skip("these devices do not say how much memory they have")
+        raise CheckSkipped("these devices do not say how much memory they have")
     in_use = (machine.first.memory_stats() or {}).get("bytes_in_use", 0)
     values = {"limit": limit, "in_use": in_use, "stated": chip.hbm_bytes if chip else None}
     stated = f"; {chip.name} is planned with {chip.hbm_bytes / GIB:.2f}" if chip else ""
     figure = f"{limit / GIB:.2f} GiB a device, {in_use / GIB:.2f} in use{stated}"
     if chip and limit < 0.98 * chip.hbm_bytes:
-        raise Wrong(figure, **values)
-    return Found(figure, values)
+        raise CheckFailed(figure, **values)
+    return Passed(figure, values)
 
 
-def _mesh(machine: Machine) -> Found:
+def _mesh(machine: Machine) -> Passed:
     layout = machine.layout
     sizes = " x ".join(f"{axis} {size}" for axis, size in machine.mesh.shape.items())
     values = {
@@ -82,4 +82,4 @@ def _mesh(machine: Machine) -> Found:
         "placement": "plain",
         "device ids": [device.id for device in machine.devices],
     }
-    return Found(f"{layout.name}: {sizes}, placement plain (the order of jax.devices())", values)
+    return Passed(f"{layout.name}: {sizes}, placement plain (the order of jax.devices())", values)

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from glm52_jax.cache.cache_format import CACHE_FORMATS
-from glm52_jax.cache.row_formats import PackedRows, RowStack, encode, parts_of
+from glm52_jax.cache.row_formats import PackedStack, RowStack, encode_rows, parts_of
 from glm52_jax.config import BUILT_IN, FULL, SPARSE
 from glm52_jax.kernels.lib.selection import Selection
-from glm52_jax.kernels.router.rule import Rule
+from glm52_jax.kernels.router.rule import RoutingRule
 from glm52_jax.params.quantization import BlockQuantized, quantize_blocks
 from infer.steps import StepProvider
 
@@ -62,7 +62,7 @@ def _stack(kv: str, dtype: Any, kind: str) -> RowStack:
 def _filled(stack: RowStack, generator: np.random.Generator, table: np.ndarray, fill: float) -> Any:
     """A stack whose layer `_LAYER` has rows up to each sequence's length; all else is `fill`."""
     width = CONFIG.latent_width if _is_latent(stack) else CONFIG.index_head_dim
-    new = encode(stack, jnp.asarray(_normal(generator, _BATCH, _CAPACITY, width)), 1)
+    new = encode_rows(stack, jnp.asarray(_normal(generator, _BATCH, _CAPACITY, width)), 1)
     pools: dict[str, Any] = {}
     for name, part in parts_of(stack).items():
         pool, rows = np.full(part.shape, fill, np.float32).astype(part.dtype), np.asarray(new[name])
@@ -70,7 +70,7 @@ def _filled(stack: RowStack, generator: np.random.Generator, table: np.ndarray, 
             for position in range(length):
                 pool[1, table[row, position // _PAGE], position % _PAGE] = rows[row, position]
         pools[name] = pool
-    return dataclasses.replace(stack, parts=pools) if isinstance(stack, PackedRows) else pools["values"]
+    return dataclasses.replace(stack, parts=pools) if isinstance(stack, PackedStack) else pools["values"]
 
 
 def _is_latent(stack: RowStack) -> bool:
@@ -103,8 +103,8 @@ def _only(real: np.ndarray) -> Callable[[Any], Any]:
     return lambda result: jax.tree.map(lambda array: np.asarray(array)[real], result)
 
 
-def _index_scores(tokens: int, kv: str) -> Callable[[str], Case]:
-    def make(name: str) -> Case:
+def _index_scores(tokens: int, kv: str) -> Callable[[str], KernelCase]:
+    def make(name: str) -> KernelCase:
         generator, heads = _random(tokens), 8
         table, positions = _table(generator), _last_positions(tokens)
         keys = _pair(_stack(kv, jnp.bfloat16, "index_keys"), 1, table)
@@ -112,13 +112,13 @@ def _index_scores(tokens: int, kv: str) -> Callable[[str], Case]:
         queries = _spoil(_normal(generator, *shape, CONFIG.index_head_dim), positions < 0, jnp.bfloat16)
         weights = _spoil(_normal(generator, *shape), positions < 0, np.float32)
         arrays = [(queries[i], weights[i], keys[i], _LAYER, table, positions) for i in range(2)]
-        return Case(name, {}, *arrays, bound=2e-5)
+        return KernelCase(name, {}, *arrays, bound=2e-5)
 
     return make
 
 
-def _sparse_mla(tokens: int, kv: str, form: str) -> Callable[[str], Case]:
-    def make(name: str) -> Case:
+def _sparse_mla(tokens: int, kv: str, form: str) -> Callable[[str], KernelCase]:
+    def make(name: str) -> KernelCase:
         generator, heads = _random(tokens), 8
         table, positions = _table(generator), _last_positions(tokens)
         latent = _pair(_stack(kv, jnp.bfloat16, "latent"), 2, table)
@@ -134,13 +134,13 @@ def _sparse_mla(tokens: int, kv: str, form: str) -> Callable[[str], Case]:
         queries = _spoil(_normal(generator, *shape), positions < 0, jnp.bfloat16)
         static = {"scale": CONFIG.qk_head_dim**-0.5, "kv_lora_rank": CONFIG.kv_lora_rank}
         arrays = [(queries[i], latent[i], _LAYER, table, positions, selection) for i in range(2)]
-        return Case(name, static, *arrays, bound=2e-2, view=_only(positions >= 0))
+        return KernelCase(name, static, *arrays, bound=2e-2, compared=_only(positions >= 0))
 
     return make
 
 
-def _masked_attention(tokens: int) -> Callable[[str], Case]:
-    def make(name: str) -> Case:
+def _masked_attention(tokens: int) -> Callable[[str], KernelCase]:
+    def make(name: str) -> KernelCase:
         generator, heads = _random(3), 4
         positions = _last_positions(tokens)
         mask = generator.random((_BATCH, tokens, _CAPACITY)) < 0.5
@@ -150,7 +150,9 @@ def _masked_attention(tokens: int) -> Callable[[str], Case]:
         keys = _normal(generator, _BATCH, _CAPACITY, heads, CONFIG.qk_head_dim).astype(jnp.bfloat16)
         values = _normal(generator, _BATCH, _CAPACITY, heads, CONFIG.v_head_dim).astype(jnp.bfloat16)
         arrays = [(queries[i], keys, values, positions, mask) for i in range(2)]
-        return Case(name, {"scale": CONFIG.qk_head_dim**-0.5}, *arrays, bound=2e-2, view=_only(positions >= 0))
+        return KernelCase(
+            name, {"scale": CONFIG.qk_head_dim**-0.5}, *arrays, bound=2e-2, compared=_only(positions >= 0)
+        )
 
     return make
 
@@ -171,25 +173,25 @@ def _by_position(chosen: Any) -> Any:
     return [np.take_along_axis(np.asarray(part), order, -1) for part in (lists, *scores)]
 
 
-def _topk(kind: str) -> Callable[[str], Case]:
-    return lambda name: Case(name, {"k": 100}, (_scores(kind),), (_scores(kind),), view=_by_position)
+def _topk(kind: str) -> Callable[[str], KernelCase]:
+    return lambda name: KernelCase(name, {"k": 100}, (_scores(kind),), (_scores(kind),), compared=_by_position)
 
 
-def _last_of_best(name: str) -> Case:
+def _kth_best(name: str) -> KernelCase:
     scores = _scores("tied")
     positions = _random(4).permuted(np.broadcast_to(np.arange(1024, dtype=np.int32), scores.shape), axis=-1)
-    return Case(name, {"k": 100}, (scores, positions), (scores, positions))
+    return KernelCase(name, {"k": 100}, (scores, positions), (scores, positions))
 
 
-def _closed_up(name: str) -> Case:
+def _compact(name: str) -> KernelCase:
     lists = np.where(_random(4).random((5, 256)) < 0.3, np.arange(256, dtype=np.int32) * 5, -1)
-    return Case(name, {}, (lists,), (lists,), view=_by_position)
+    return KernelCase(name, {}, (lists,), (lists,), compared=_by_position)
 
 
-def _index_topk(tokens: int) -> Callable[[str], Case]:
+def _index_topk(tokens: int) -> Callable[[str], KernelCase]:
     """Queries, keys and weights are whole numbers: scores are exact in any order of adding, and many are tied."""
 
-    def make(name: str) -> Case:
+    def make(name: str) -> KernelCase:
         generator, heads = _random(tokens), 8
         table, positions = _table(generator), _last_positions(tokens)
         keys = _pair(_stack("plain", jnp.bfloat16, "index_keys"), 1, table)
@@ -198,37 +200,37 @@ def _index_topk(tokens: int) -> Callable[[str], Case]:
         queries = _spoil(np.round(_normal(generator, *shape, CONFIG.index_head_dim)), positions < 0, jnp.bfloat16)
         weights = _spoil(np.round(_normal(generator, *shape)), positions < 0, np.float32)
         arrays = [(queries[i], weights[i], keys[i], _LAYER, table, positions) for i in range(2)]
-        return Case(name, {"k": 40}, arrays[0], arrays[1], view=_by_position)
+        return KernelCase(name, {"k": 40}, arrays[0], arrays[1], compared=_by_position)
 
     return make
 
 
-def _choose_experts(name: str) -> Case:
+def _choose_experts(name: str) -> KernelCase:
     generator, tokens, count = _random(7), 24, 64
     logits, bias = _normal(generator, tokens, count), 0.1 * _normal(generator, count)
     logits[3] = 0.5  # ties go to the lower number
     real = np.arange(tokens) % 5 > 0
     spoiled = _spoil(logits, ~real, np.float32)
-    rule = Rule(k=8, scale=2.5)
-    return Case(name, {"rule": rule}, *[(logits, bias, real) for logits in spoiled], bound=1e-5)
+    rule = RoutingRule(k=8, scale=2.5)
+    return KernelCase(name, {"rule": rule}, *[(logits, bias, real) for logits in spoiled], bound=1e-5)
 
 
-def _block_matmul(rows: int) -> Callable[[str], Case]:
-    def make(name: str) -> Case:
+def _block_matmul(rows: int) -> Callable[[str], KernelCase]:
+    def make(name: str) -> KernelCase:
         generator = _random(rows)
         weight = _blocks(0.1 * _normal(generator, _LAYERS, 192, 512))  # the last block of rows is cut
         x = _normal(generator, rows, 512).astype(jnp.bfloat16)
-        return Case(name, {"dtype": jnp.float32}, (x, weight, _LAYER), (x, weight, _LAYER), bound=1e-2)
+        return KernelCase(name, {"dtype": jnp.float32}, (x, weight, _LAYER), (x, weight, _LAYER), bound=1e-2)
 
     return make
 
 
-def _topk_mask(kind: str) -> Callable[[str], Case]:
-    return lambda name: dataclasses.replace(_topk(kind)(name), view=lambda chosen: chosen)
+def _topk_mask(kind: str) -> Callable[[str], KernelCase]:
+    return lambda name: dataclasses.replace(_topk(kind)(name), compared=lambda chosen: chosen)
 
 
-def _write_rows(tokens: int, kv: str) -> Callable[[str], Case]:
-    def make(name: str) -> Case:
+def _write_rows(tokens: int, kv: str) -> Callable[[str], KernelCase]:
+    def make(name: str) -> KernelCase:
         generator = _random(tokens)
         table = _table(generator)
         stack, _ = _pair(_stack(kv, jnp.bfloat16, "latent"), 5, table)
@@ -239,13 +241,15 @@ def _write_rows(tokens: int, kv: str) -> Callable[[str], Case]:
         rows = _spoil(_normal(generator, _BATCH, tokens, CONFIG.latent_width), positions < 0, jnp.bfloat16)
         # Slots that were never written hold NaN before and after, in both.
         dirty, clean = ((stack, _LAYER, rows[i], table, positions) for i in range(2))
-        return Case(name, {}, dirty, clean, view=lambda result: {n: np.asarray(p) for n, p in parts_of(result).items()})
+        return KernelCase(
+            name, {}, dirty, clean, compared=lambda result: {n: np.asarray(p) for n, p in parts_of(result).items()}
+        )
 
     return make
 
 
-def _routed_experts(kind: str) -> Callable[[str], Case]:
-    def make(name: str) -> Case:
+def _routed_experts(kind: str) -> Callable[[str], KernelCase]:
+    def make(name: str) -> KernelCase:
         generator, tokens, count, embed, inner, k = _random(6), 24, 8, 256, 128, 2
         gate_up = 0.1 * _normal(generator, _LAYERS, count, 2, inner, embed)
         down = 0.1 * _normal(generator, _LAYERS, count, embed, inner)
@@ -257,7 +261,7 @@ def _routed_experts(kind: str) -> Callable[[str], Case]:
         gates = np.where(experts >= 0, generator.random((tokens, k)), 0).astype(np.float32)
         x = _spoil(_normal(generator, tokens, embed), padding, jnp.bfloat16)
         stacks = [_blocks(w) if kind == "FP8" else w.astype(jnp.bfloat16) for w in (gate_up, down)]
-        return Case(name, {}, *[(x[i], experts, gates, *stacks, _LAYER) for i in range(2)], bound=2e-2)
+        return KernelCase(name, {}, *[(x[i], experts, gates, *stacks, _LAYER) for i in range(2)], bound=2e-2)
 
     return make
 
@@ -266,10 +270,10 @@ def _blocks(weights: np.ndarray) -> BlockQuantized:
     pairs = [quantize_blocks(matrix, (128, 128)) for matrix in weights.reshape(-1, *weights.shape[-2:])]
     codes, scales = (jnp.asarray(np.stack(part)) for part in zip(*pairs, strict=True))
     scales = scales.reshape(*weights.shape[:-2], *scales.shape[-2:])
-    return BlockQuantized(codes.reshape(weights.shape), scales, view=weights.shape[-2:], block=(128, 128))
+    return BlockQuantized(codes.reshape(weights.shape), scales, logical_shape=weights.shape[-2:], block=(128, 128))
 
 
-CASES: dict[str, dict[str, Callable[[str], Case]]] = {
+CASES: dict[str, dict[str, Callable[[str], KernelCase]]] = {
     "index_scores": {
         "1 query": _index_scores(1, "plain"),
         "20 queries, FP8 keys": _index_scores(20, "fp8"),
@@ -277,8 +281,8 @@ CASES: dict[str, dict[str, Callable[[str], Case]]] = {
     "topk": {kind: _topk(kind) for kind in ("tied", "causal")},
     "topk_indices": {kind: _topk(kind) for kind in ("tied", "causal")},
     "topk_mask": {kind: _topk_mask(kind) for kind in ("tied", "causal")},
-    "last_of_best": {"tied": _last_of_best},
-    "closed_up": {"a third left": _closed_up},
+    "kth_best": {"tied": _kth_best},
+    "compact": {"a third left": _compact},
     "index_topk": {"1 query": _index_topk(1), "20 queries": _index_topk(20)},
     "sparse_mla": {
         "1 query": _sparse_mla(1, "plain", "indices"),
@@ -299,7 +303,7 @@ CASES: dict[str, dict[str, Callable[[str], Case]]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class KernelCase:
     """Inputs of an operation, and how near its result must be.
 
     Attributes:
@@ -316,4 +320,4 @@ class Case:
     arrays: tuple[Any, ...]
     clean: tuple[Any, ...]
     bound: float = 0.0
-    view: Callable[[Any], Any] = lambda result: result
+    compared: Callable[[Any], Any] = lambda result: result

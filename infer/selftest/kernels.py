@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterator
@@ -19,13 +20,13 @@ import numpy as np
 
 from glm52_jax import kernels as packages
 from glm52_jax.kernels import Target
-from infer.selftest.checks import Check, Found, Skip, Wrong
-from infer.selftest.kernel_cases import Case
+from infer.selftest.checks import Check, CheckFailed, CheckSkipped, Passed
+from infer.selftest.kernel_cases import KernelCase
 from infer.selftest.machine import Machine
 
 
 @dataclasses.dataclass(frozen=True)
-class Operation:
+class KernelOperation:
     """A kernel's function and whether a backend has a form of its own for it."""
 
     function: Callable[..., Any]
@@ -36,17 +37,18 @@ class Operation:
         return self.function.__name__
 
 
-def operations() -> list[Operation]:
+def operations() -> list[KernelOperation]:
     """All public functions of `glm52_jax.kernels` that take a backend."""
     found = []
     for package in pkgutil.iter_modules(packages.__path__):
-        if not package.ispkg:
+        module = f"{packages.__name__}.{package.name}.api"
+        if not package.ispkg or importlib.util.find_spec(module) is None:  # `lib` has no operation
             continue
-        api = importlib.import_module(f"{packages.__name__}.{package.name}.api")
+        api = importlib.import_module(module)
         for function in vars(api).values():
             own = inspect.isfunction(function) and function.__module__ == api.__name__
             if own and not function.__name__.startswith("_") and "backend" in inspect.signature(function).parameters:
-                found.append(Operation(function, _forms(api, function)))
+                found.append(KernelOperation(function, _forms(api, function)))
     return found
 
 
@@ -74,13 +76,17 @@ def kernels(machine: Machine) -> Iterator[Check]:
             )
 
 
-def _no_cases() -> Found:
-    raise Skip("there are no inputs for it in infer/selftest/kernel_cases.py")
+def _no_cases() -> Passed:
+    raise CheckSkipped("there are no inputs for it in infer/selftest/kernel_cases.py")
 
 
 def check_kernel(
-    operation: Operation, make: Callable[[], Case], machine: Machine, *, function: Callable[..., Any] | None = None
-) -> Found:
+    operation: KernelOperation,
+    make: Callable[[], KernelCase],
+    machine: Machine,
+    *,
+    function: Callable[..., Any] | None = None,
+) -> Passed:
     """Compares an operation's form on the first device with its reference, on the host's CPU where there is one.
 
     Args:
@@ -92,14 +98,14 @@ def check_kernel(
     case = make()
     got = _run(function or operation.function, case.static, case.arrays, machine.backend, machine.first)
     expected = _run(operation.function, case.static, case.clean, "reference", _host() or machine.first)
-    difference, bound = largest_difference(case.view(got), case.view(expected), case.bound)
+    difference, bound = largest_difference(case.compared(got), case.compared(expected), case.bound)
     kind = machine.backend if Target.of(machine.backend) is None else "tpu"
     own = machine.backend if kind in operation.forms else "reference only"
     near = "equal" if difference == 0 and bound == 0 else f"largest difference {difference:.1e}, bound {bound:.1e}"
     values = {"form": own, "difference": difference, "bound": bound}
     if not difference <= bound:
-        raise Wrong(f"{near} ({own})", **values)
-    return Found(f"{near} ({own})", values)
+        raise CheckFailed(f"{near} ({own})", **values)
+    return Passed(f"{near} ({own})", values)
 
 
 def _run(

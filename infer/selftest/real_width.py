@@ -19,10 +19,10 @@ from jax.sharding import Mesh
 
 from glm52_jax.cache.row_formats import parts_of
 from glm52_jax.config import BUILT_IN, DENSE, FULL, SHARED, SPARSE, ModelConfig
-from glm52_jax.params.init import abstract_params, build, leaf_of
+from glm52_jax.params.init import abstract_params, build_tree, leaf_at
 from glm52_jax.params.spec import Param
-from infer.planning.memory_breakdown import Account, account
-from infer.selftest.checks import Check, Found, Once, Skip, Wrong
+from infer.planning.memory_breakdown import MemoryBreakdown, memory_breakdown
+from infer.selftest.checks import Check, CheckFailed, CheckSkipped, Passed, RunOnce
 from infer.selftest.machine import Machine, memory_limit
 from infer.steps import State, StepProvider
 from sharding.errors import InputError
@@ -37,7 +37,7 @@ _SLOW_SECONDS = 1.0  # a step that takes longer is timed three times
 
 
 @dataclasses.dataclass(frozen=True)
-class Size:
+class RealWidthSize:
     """What fits.
 
     Attributes:
@@ -48,7 +48,7 @@ class Size:
     layout: Layout
     batch: int
     context: int
-    account: Account
+    memory_breakdown: MemoryBreakdown
     why: str = ""
 
     def provider(self, mesh: Mesh) -> StepProvider:
@@ -80,7 +80,7 @@ def layers_of(experts: int, vocabulary: int) -> ModelConfig:
     )
 
 
-def choose_size(machine: Machine) -> Size:
+def choose_size(machine: Machine) -> RealWidthSize:
     """The most experts that the memory has room for, on the mesh, or else on its first device.
 
     Raises:
@@ -101,15 +101,15 @@ def choose_size(machine: Machine) -> Size:
             config = layers_of(experts, vocabulary)
             try:
                 state = jax.eval_shape(_provider(config, layout, batch, context, machine.mesh).own_state)
-                own = account(config, layout, state)
+                own = memory_breakdown(config, layout, state)
             except InputError as error:
                 refusal = str(error)
                 break
             if own.total <= room:
-                return Size(config, layout, batch, context, own, refusals[0] if refusals else "")
+                return RealWidthSize(config, layout, batch, context, own, refusals[0] if refusals else "")
             refusal = f"{own.total / GIB:.1f} GiB for each with {experts} experts, room for {room / GIB:.1f}"
         refusals.append(f"{layout.devices} devices: {refusal}" if layout.devices > 1 else f"one device: {refusal}")
-    raise Skip(f"layers of real width do not fit, {', '.join(refusals)}")
+    raise CheckSkipped(f"layers of real width do not fit, {', '.join(refusals)}")
 
 
 def _room(machine: Machine, layout: Layout) -> float:
@@ -130,7 +130,7 @@ def _room(machine: Machine, layout: Layout) -> float:
 class Bench:
     """The compiled step with what it needs; a step takes the state over, and gives the next one."""
 
-    size: Size
+    size: RealWidthSize
     provider: StepProvider
     compiled: Any
     params: Any
@@ -148,10 +148,10 @@ def _prepare(machine: Machine) -> Bench:
 
 def _weights(config: ModelConfig, shapes: Any) -> Any:
     def make(param: Param) -> Any:
-        shape = leaf_of(shapes, param.path)
+        shape = leaf_at(shapes, param.path)
         return None if shape is None else _numbers(shape, param.path, param.init, config.initializer_range)
 
-    return build(config, make)
+    return build_tree(config, make)
 
 
 def _state(provider: StepProvider) -> State:
@@ -193,19 +193,19 @@ def real_width(machine: Machine) -> Iterator[Check]:
     if machine.quick:
         yield Check("all", _left_out)
         return
-    bench = Once("the step", lambda: _prepare(machine))
-    plan = Once("the plan", lambda: _plan(machine, bench()))
+    bench = RunOnce("the step", lambda: _prepare(machine))
+    plan = RunOnce("the plan", lambda: _plan(machine, bench()))
     yield Check("weights and step", lambda: _sized(bench()))
     yield Check("plan", lambda: _planned(plan()))
     yield Check("decode step", lambda: _timed(machine, bench(), plan))
     yield Check("memory", lambda: _memory(machine, bench(), plan))
 
 
-def _left_out() -> Found:
-    raise Skip("left out by --quick")
+def _left_out() -> Passed:
+    raise CheckSkipped("left out by --quick")
 
 
-def _sized(bench: Bench) -> Found:
+def _sized(bench: Bench) -> Passed:
     size = bench.size
     config, layout = size.config, size.layout
     values = {
@@ -218,7 +218,7 @@ def _sized(bench: Bench) -> Found:
         "instead of the mesh": size.why or None,
     }
     where = f"{layout.devices} devices" if not size.why else f"one device ({size.why})"
-    return Found(
+    return Passed(
         f"{config.num_hidden_layers} layers of {config.hidden_size}, {config.n_routed_experts} experts, vocabulary "
         f"{config.vocab_size}, batch {size.batch}, context {size.context} on {where}",
         values,
@@ -230,25 +230,25 @@ def _plan(machine: Machine, bench: Bench) -> Any:
     topology, size = machine.topology, bench.size
     if topology is None or size.layout is not machine.layout:
         return None
-    from infer.planning.request import Request
+    from infer.planning.request import PlanRequest
     from infer.planning.slice_plan import compile_plan
 
-    return compile_plan(Request(size.config, topology, size.layout, "decode", size.batch, size.context))
+    return compile_plan(PlanRequest(size.config, topology, size.layout, "decode", size.batch, size.context))
 
 
-def _planned(plan: Any) -> Found:
+def _planned(plan: Any) -> Passed:
     if plan is None:
-        raise Skip("there is no compiler's plan for these devices, only the account")
+        raise CheckSkipped("there is no compiler's plan for these devices, only the account")
     longest = plan.floors[0]
     floors = {floor.resource: floor.seconds for floor in plan.floors}
     values = {"memory": plan.memory, "floors": floors, "collectives": plan.collectives, "warnings": plan.warnings}
     total = plan.memory["total"] / GIB
-    return Found(f"{total:.2f} GiB a device, no less than {longest.seconds * 1e3:.3f} ms ({longest.resource})", values)
+    return Passed(f"{total:.2f} GiB a device, no less than {longest.seconds * 1e3:.3f} ms ({longest.resource})", values)
 
 
-def _timed(machine: Machine, bench: Bench, plan: Once[Any]) -> Found:
+def _timed(machine: Machine, bench: Bench, plan: RunOnce[Any]) -> Passed:
     """Median time of a step, several at a time where one is too short to be timed."""
-    arguments = bench.provider.placed("_decode", np.ones(bench.size.batch, np.bool_), None)
+    arguments = bench.provider.device_put_args("_decode", np.ones(bench.size.batch, np.bool_), None)
     tokens: Any = None
 
     def steps(count: int) -> float:
@@ -267,33 +267,33 @@ def _timed(machine: Machine, bench: Bench, plan: Once[Any]) -> Found:
     seconds = statistics.median(times)
     found = np.asarray(tokens)
     if not ((found >= 0) & (found < bench.size.config.vocab_size)).all():
-        raise Wrong(f"tokens {found[:4].tolist()} are not in the vocabulary of {bench.size.config.vocab_size}")
+        raise CheckFailed(f"tokens {found[:4].tolist()} are not in the vocabulary of {bench.size.config.vocab_size}")
     values: dict[str, Any] = {"seconds": seconds, "all": times, "steps at a time": count}
     rate = bench.size.batch / seconds
     figure = f"{seconds * 1e3:.2f} ms, {rate:,.1f} tokens a second (median of {len(times)} x {count} steps)"
     floor = _longest_floor(plan)
     if floor is None:
-        return Found(f"{figure}; no floor for this chip", values)
+        return Passed(f"{figure}; no floor for this chip", values)
     ratio = seconds / floor.seconds
     values |= {"floor": floor.seconds, "binds": floor.resource, "times the floor": ratio}
-    return Found(f"{figure}; {ratio:.2f} times the floor of {floor.resource}", values)
+    return Passed(f"{figure}; {ratio:.2f} times the floor of {floor.resource}", values)
 
 
-def _longest_floor(plan: Once[Any]) -> Any:
+def _longest_floor(plan: RunOnce[Any]) -> Any:
     try:
         made = plan()
-    except Skip:  # the plan failed, which is a result of its own
+    except CheckSkipped:  # the plan failed, which is a result of its own
         return None
     return made.floors[0] if made is not None and made.floors else None
 
 
-def _memory(machine: Machine, bench: Bench, plan: Once[Any]) -> Found:
+def _memory(machine: Machine, bench: Bench, plan: RunOnce[Any]) -> Passed:
     """Measured bytes beside the account of parameters and cache, and beside the plan."""
-    own, stats = bench.size.account.total, machine.first.memory_stats()
+    own, stats = bench.size.memory_breakdown.total, machine.first.memory_stats()
     analysis = bench.compiled.memory_analysis()
     step = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     values: dict[str, Any] = {
-        "account": dataclasses.asdict(bench.size.account) | {"total": own},
+        "account": dataclasses.asdict(bench.size.memory_breakdown) | {"total": own},
         "cache rows": sum(part.nbytes for part in parts_of(bench.state.cache.latent).values()),
         "arguments and outputs of the step": step,
         "temporaries of the step": analysis.temp_size_in_bytes,
@@ -304,15 +304,15 @@ def _memory(machine: Machine, bench: Bench, plan: Once[Any]) -> Found:
         figure += f", in use {stats['bytes_in_use'] / GIB:.3f}, peak {stats['peak_bytes_in_use'] / GIB:.3f}"
     try:
         made = plan()
-    except Skip:
+    except CheckSkipped:
         made = None
     if made is not None:
         values["plan"] = made.memory
         figure += f"; plan {made.memory['total'] / GIB:.3f}"
     # What is neither parameters nor cache nor padding to tiles has no business among the arguments.
     if not 0.98 * own <= step <= 1.1 * own:
-        raise Wrong(f"{figure}: expected the step's arguments to be those of the account", **values)
-    return Found(figure, values)
+        raise CheckFailed(f"{figure}: expected the step's arguments to be those of the account", **values)
+    return Passed(figure, values)
 
 
 def _mib(analysis: Any) -> str:

@@ -28,7 +28,7 @@ _ADDRESS = re.compile(r"\b(?!0)\d{1,3}(?:\.\d{1,3}){3}\b(?!\.)")
 
 
 @dataclasses.dataclass
-class Report:
+class SelftestReport:
     """What a run found so far.
 
     Attributes:

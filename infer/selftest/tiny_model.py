@@ -19,12 +19,12 @@ from jax.sharding import NamedSharding
 
 from glm52_jax.cache.cache_format import CACHE_FORMATS
 from glm52_jax.config import BUILT_IN, ModelConfig, QuantizationConfig
-from glm52_jax.params.init import abstract_params, build, init_params, leaf_of
+from glm52_jax.params.init import abstract_params, build_tree, init_params, leaf_at
 from glm52_jax.params.quantization import BlockQuantized, quantize_blocks
-from glm52_jax.params.sharding import named, param_specs
+from glm52_jax.params.sharding import named_shardings, param_specs
 from glm52_jax.params.spec import Param
 from infer.generate import generate
-from infer.selftest.checks import Check, Found, Once, Wrong
+from infer.selftest.checks import Check, CheckFailed, Passed, RunOnce
 from infer.selftest.machine import Machine
 from sharding.layout import Layout
 
@@ -65,12 +65,12 @@ class _Tiny:
         self.config = tiny_config(machine.layout)
         generator = np.random.default_rng(0)
         self.prompts = [generator.integers(self.config.vocab_size, size=length).tolist() for length in _LENGTHS]
-        self.params = Once("weights", self._weights)
+        self.params = RunOnce("weights", self._weights)
         self.fp8_config = dataclasses.replace(self.config, quantization=QuantizationConfig((_BLOCK, _BLOCK)))
-        self.fp8_params = Once("FP8 weights", lambda: in_blocks(self.params(), self.fp8_config))
+        self.fp8_params = RunOnce("FP8 weights", lambda: in_blocks(self.params(), self.fp8_config))
         # What the codes stand for. It runs in the steps of plain weights, so that nothing is compiled for it.
-        self.plain_fp8 = Once("FP8 weights", lambda: dequantized(self.fp8_params()))
-        self.one_device = Once("tokens of one device", lambda: self.alone(self.params()))
+        self.plain_fp8 = RunOnce("FP8 weights", lambda: dequantized(self.fp8_params()))
+        self.one_device = RunOnce("tokens of one device", lambda: self.alone(self.params()))
 
     def _weights(self) -> dict[str, Any]:
         with jax.default_device(self.machine.first):
@@ -86,7 +86,7 @@ class _Tiny:
         if self.layout.devices == 1:
             return self._generate(params, config, **options)
         specs = param_specs(params, config, self.layout, self.machine.mesh)
-        placed = jax.tree.map(_put, params, named(specs, self.machine.mesh))
+        placed = jax.tree.map(_put, params, named_shardings(specs, self.machine.mesh))
         return self._generate(placed, config, layout=self.layout, **options)
 
     def _generate(self, params: Any, config: ModelConfig, **options: Any) -> Tokens:
@@ -116,16 +116,16 @@ def in_blocks(params: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
     shapes = abstract_params(config)
 
     def make(param: Param) -> Any:
-        leaf, shape = leaf_of(params, param.path), leaf_of(shapes, param.path)
+        leaf, shape = leaf_at(params, param.path), leaf_at(shapes, param.path)
         if not isinstance(shape, BlockQuantized):
             return leaf
         matrices = np.asarray(leaf, np.float32).reshape(-1, *shape.codes.shape[-2:])
         pairs = [quantize_blocks(matrix, shape.block, shape.codes.dtype) for matrix in matrices]
         codes, scales = (jnp.asarray(np.stack(part)) for part in zip(*pairs, strict=True))
         codes, scales = codes.reshape(shape.codes.shape), scales.reshape(shape.scales.shape)
-        return BlockQuantized(codes, scales, shape.view, shape.block, shape.row_dims)
+        return BlockQuantized(codes, scales, shape.logical_shape, shape.block, shape.row_dims)
 
-    return build(config, make)
+    return build_tree(config, make)
 
 
 def dequantized(params: dict[str, Any]) -> dict[str, Any]:
@@ -142,14 +142,14 @@ def tiny_model(machine: Machine) -> Iterator[Check]:
     tiny = _Tiny(machine)
     fp8_cache = {"cache_format": CACHE_FORMATS["fp8"]}
 
-    def on_mesh(**options: Any) -> Found:
+    def on_mesh(**options: Any) -> Passed:
         return same(tiny.together(tiny.params(), tiny.config, **options), tiny.one_device())
 
-    def with_fp8_weights(**options: Any) -> Found:
+    def with_fp8_weights(**options: Any) -> Passed:
         got = tiny.together(tiny.fp8_params(), tiny.fp8_config, **options)
         return same(got, tiny.alone(tiny.plain_fp8(), **options))
 
-    def with_fp8_cache() -> Found:
+    def with_fp8_cache() -> Passed:
         return same(tiny.together(tiny.params(), tiny.config, **fp8_cache), tiny.alone(tiny.params(), **fp8_cache))
 
     where = "mesh" if machine.layout.devices > 1 else "one device"
@@ -167,14 +167,14 @@ def tiny_model(machine: Machine) -> Iterator[Check]:
         yield Check("one device, FP8 cache", lambda: _counted(tiny.alone(tiny.params(), **fp8_cache)))
 
 
-def _counted(texts: Tokens) -> Found:
+def _counted(texts: Tokens) -> Passed:
     count = sum(map(len, texts))
     if count != len(_LENGTHS) * _NEW_TOKENS:
-        raise Wrong(f"{count} tokens, expected {len(_LENGTHS) * _NEW_TOKENS}")
-    return Found(f"{count} tokens after prompts of {', '.join(map(str, _LENGTHS))}")
+        raise CheckFailed(f"{count} tokens, expected {len(_LENGTHS) * _NEW_TOKENS}")
+    return Passed(f"{count} tokens after prompts of {', '.join(map(str, _LENGTHS))}")
 
 
-def same(got: Tokens, expected: Tokens) -> Found:
+def same(got: Tokens, expected: Tokens) -> Passed:
     """Whether tokens are those of one device.
 
     Raises:
@@ -182,10 +182,10 @@ def same(got: Tokens, expected: Tokens) -> Found:
     """
     count = sum(map(len, expected))
     if got == expected:
-        return Found(f"{count} tokens equal to one device's")
+        return Passed(f"{count} tokens equal to one device's")
     equal = sum(a == b for x, y in zip(got, expected, strict=True) for a, b in zip(x, y, strict=False))
     row = next(row for row, pair in enumerate(zip(got, expected, strict=True)) if pair[0] != pair[1])
-    raise Wrong(
+    raise CheckFailed(
         f"{equal} of {count} tokens equal to one device's, prompt {row + 1} is the first that differs",
         got=got,
         expected=expected,

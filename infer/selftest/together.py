@@ -10,13 +10,13 @@ import threading
 from collections.abc import Generator, Iterable, Iterator
 
 from infer.selftest.checks import FAIL, Outcome
-from sharding.hosts.process_group import Hosts
+from sharding.hosts.process_group import ProcessGroup
 
 WAIT_SECONDS = 180.0
 """After a failure on one host, the others may be waiting for its devices without end."""
 
 
-def agreed(outcomes: Iterable[Outcome], hosts: Hosts) -> Iterator[Outcome]:
+def agree_between_hosts(outcomes: Iterable[Outcome], hosts: ProcessGroup) -> Iterator[Outcome]:
     """The outcomes, each a failure where it is one on any host, with what that host says.
 
     All hosts run the same checks in the same order. Where one failed, and the others do not come to the end of that

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from sharding.compiler.hlo.collectives import MeshAxes
-from sharding.compiler.hlo.memory import Buffer, Memory, MemoryPlan, read_assignment
+from sharding.compiler.hlo.memory import Memory, MemoryBuffer, MemoryPlan, read_assignment
 from sharding.compiler.hlo.program import Program, analyse
 from sharding.compiler.hlo.text import Module
 from sharding.compiler.topology import PlacedMesh
@@ -46,8 +46,8 @@ class CompiledStep:
     lower_seconds: float
     compile_seconds: float
     memory: Memory
-    arguments: tuple[Buffer, ...]
-    temporaries: tuple[Buffer, ...]
+    arguments: tuple[MemoryBuffer, ...]
+    temporaries: tuple[MemoryBuffer, ...]
     program: Program
     text: str = dataclasses.field(repr=False)
     executable: Any = dataclasses.field(repr=False, default=None)
@@ -170,7 +170,7 @@ def _labels(arguments: Sequence[Any], names: Sequence[str] | None) -> Iterator[s
             yield name + jax.tree_util.keystr(path)
 
 
-def _named(plan: MemoryPlan, module: Module, labels: list[str]) -> Iterator[Buffer]:
+def _named(plan: MemoryPlan, module: Module, labels: list[str]) -> Iterator[MemoryBuffer]:
     """The arguments under the caller's names, or the compiler's where it added some of its own."""
     for number, buffer in sorted(plan.arguments.items()):
         own = module.entry.parameters[number].op_name or f"parameter {number}"

@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 import jax
 
 from sharding.errors import InputError, sentence
-from sharding.hosts.rendezvous import Line, Terms, listed
-from sharding.hosts.rendezvous_server import Board
+from sharding.hosts.rendezvous import RendezvousClient, RendezvousSettings, listed
+from sharding.hosts.rendezvous_server import RendezvousServer
 
 START_SECONDS = 300.0
 """Time for all hosts to come and bring their devices up, unless another is stated."""
@@ -53,7 +53,7 @@ VARIABLES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ProcessAddress:
     """Where this process is among the processes of a run."""
 
     coordinator: str
@@ -65,7 +65,7 @@ class _EveryonesError(InputError):
     """What all processes find at once."""
 
 
-class Hosts:
+class ProcessGroup:
     """The processes of a run. Leaving the `with` block ends the run on all of them.
 
     Attributes:
@@ -77,8 +77,8 @@ class Hosts:
         self,
         process: int = 0,
         names: tuple[str, ...] = ("this host",),
-        line: Line | None = None,
-        board: Board | None = None,
+        line: RendezvousClient | None = None,
+        board: RendezvousServer | None = None,
     ):
         self.process, self.processes, self.names = process, len(names), names
         self._line, self._board = line, board
@@ -112,7 +112,7 @@ class Hosts:
                     f"({self.names[0]})"
                 )
 
-    def __enter__(self) -> Hosts:
+    def __enter__(self) -> ProcessGroup:
         return self
 
     def __exit__(
@@ -129,7 +129,7 @@ class Hosts:
         self._line.leave(self._line.terms.silence)
         _current = ALONE
 
-    def _fail(self, line: Line, error: BaseException) -> NoReturn:
+    def _fail(self, line: RendezvousClient, error: BaseException) -> NoReturn:
         """Ends this process and, by a last word, the others; Python's own way out would wait for them."""
         if isinstance(error, InputError):
             line.fail(str(error), everyones=isinstance(error, _EveryonesError))
@@ -150,13 +150,13 @@ class Hosts:
         _exit(code if isinstance(code, int) else 1)
 
 
-ALONE = Hosts()
+ALONE = ProcessGroup()
 """A run of one process."""
 
-_current: Hosts = ALONE
+_current: ProcessGroup = ALONE
 
 
-def current() -> Hosts:
+def current() -> ProcessGroup:
     """The hosts that this process has joined; `ALONE` when none."""
     return _current
 
@@ -170,7 +170,7 @@ def join(
     start_seconds: float = START_SECONDS,
     silence_seconds: float = SILENCE_SECONDS,
     program: str = "",
-) -> Hosts:
+) -> ProcessGroup:
     """Joins the other hosts, before JAX's devices are used; nothing on a single host.
 
     What is None is read from environment variables, see `VARIABLES`, or, when nothing is stated at all, from the
@@ -194,13 +194,13 @@ def join(
     for name, value in (("--start-timeout", start_seconds), ("--host-timeout", silence_seconds)):
         if not value > 0:
             raise InputError(f"{name} is {value:g}, expected a number of seconds above 0")
-    place = find_place(coordinator, processes, process, start_seconds, program=program)
+    place = find_address(coordinator, processes, process, start_seconds, program=program)
     if place is None or place.processes == 1:
         return ALONE
     if _current is not ALONE:
         raise InputError("this process has joined other hosts already, expected once")
     host, port = _address(place.coordinator)
-    terms = Terms(
+    terms = RendezvousSettings(
         host=host,
         port=port,
         process=place.process,
@@ -213,14 +213,14 @@ def join(
     board, service = None, 0
     if place.process == 0:
         service = _free_port()
-        board = Board(terms, service)
+        board = RendezvousServer(terms, service)
     try:
-        line = Line(terms, platform.node() or "unnamed", lambda sentence: _end(sentence, board))
+        line = RendezvousClient(terms, platform.node() or "unnamed", lambda sentence: _end(sentence, board))
     except InputError as error:
         if board is not None:
             board.stop(str(error))
         raise
-    hosts = Hosts(place.process, line.names, line, board)
+    hosts = ProcessGroup(place.process, line.names, line, board)
     try:
         with _time_limit(line, board):
             _start_jax(terms, service or line.relay_port(), service)
@@ -232,14 +232,14 @@ def join(
     return hosts
 
 
-def find_place(
+def find_address(
     coordinator: str | None,
     processes: int | None,
     process: int | None,
     start_seconds: float = START_SECONDS,
     *,
     program: str = "",
-) -> Place | None:
+) -> ProcessAddress | None:
     """What flags, environment or TPU metadata say, in this order; None on a single host.
 
     Args:
@@ -265,7 +265,7 @@ def find_place(
             f"--{missing[0]} is not stated ({names} neither), expected --coordinator, --processes and --process for "
             "several hosts"
         )
-    place = Place(**stated)
+    place = ProcessAddress(**stated)
     if place.processes < 1:
         raise InputError(f"--processes is {place.processes}, expected at least 1")
     if not 0 <= place.process < place.processes:
@@ -296,7 +296,7 @@ def _platforms() -> str | None:
     return jax.config.jax_platforms  # type: ignore[missing-attribute]
 
 
-def _from_metadata(start_seconds: float) -> Place | None:
+def _from_metadata(start_seconds: float) -> ProcessAddress | None:
     """JAX knows how to ask a TPU's surroundings, and that there are none; it does not say so in public."""
     platforms = _platforms()
     if platforms and "tpu" not in platforms:
@@ -312,7 +312,7 @@ def _from_metadata(start_seconds: float) -> Place | None:
             address = cluster.get_coordinator_address(int(start_seconds), os.environ.get("JAX_COORDINATOR_PORT"))
         except RuntimeError as error:
             raise InputError(f"the first host of this TPU was not found {start_seconds:g} s long: {error}") from None
-        return Place(address, cluster.get_process_count(), cluster.get_process_id())
+        return ProcessAddress(address, cluster.get_process_count(), cluster.get_process_id())
     return None
 
 
@@ -331,7 +331,7 @@ def _free_port() -> int:
         return free.getsockname()[1]
 
 
-def _start_jax(terms: Terms, port: int, service: int) -> None:
+def _start_jax(terms: RendezvousSettings, port: int, service: int) -> None:
     """JAX's coordinator listens on process 0's own machine only; others reach it by the roll call's port."""
     if any(name.lower().endswith("_proxy") for name in os.environ):
         # A proxy in the environment is not for a machine's own addresses, which JAX would only warn of.
@@ -356,7 +356,7 @@ def _start_jax(terms: Terms, port: int, service: int) -> None:
 
 
 @contextlib.contextmanager
-def _time_limit(line: Line, board: Board | None) -> Generator[None]:
+def _time_limit(line: RendezvousClient, board: RendezvousServer | None) -> Generator[None]:
     """Ends the process when the block has not ended by the deadline, since nothing in it can be interrupted."""
 
     def end() -> None:
@@ -377,7 +377,7 @@ def _time_limit(line: Line, board: Board | None) -> Generator[None]:
         timer.cancel()
 
 
-def _end(sentence: str, board: Board | None = None) -> NoReturn:
+def _end(sentence: str, board: RendezvousServer | None = None) -> NoReturn:
     """One sentence on standard error and the end of the process, from whichever thread."""
     if not _ending.acquire(blocking=False):
         threading.Event().wait()  # another thread says it already

@@ -2,8 +2,9 @@
 
 JAX's own coordinator does not name a host that never comes, aborts with a stack dump where one dies, and notices that
 only after its heartbeats. So the processes meet here first: process 0 keeps a `rendezvous_server.Board`, every
-process a `Line` to it. Whoever is missing, comes twice, disagrees or goes away later is named to everyone, within a
-stated time. Messages are lines of JSON. It must not know JAX: the coordinator's traffic is passed through as bytes.
+process a `RendezvousClient` to it. A process that is missing, comes twice, disagrees or goes away later is named to all
+others within a stated time. Messages are lines of JSON. It must not know JAX: the coordinator's traffic is passed
+through as bytes.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from typing import Any
 
 from sharding.errors import InputError
 
-FORM = "hosts 1"
+PROTOCOL = "hosts 1"
 """Said first on a connection, so that neither side takes another service for one of its own."""
 
-BEATS = 4
+HEARTBEATS = 4
 """Signs of life in the time after which a silent host counts as lost."""
 
 _LINE_BYTES = 1 << 24
@@ -31,7 +32,7 @@ RETRY_SECONDS = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
-class Terms:
+class RendezvousSettings:
     """What a process states when it comes.
 
     Attributes:
@@ -107,7 +108,7 @@ class Connection:
             self.socket.close()
 
 
-class Line:
+class RendezvousClient:
     """A process's connection to the board.
 
     Attributes:
@@ -122,7 +123,7 @@ class Line:
         InputError: the board is not there, or not everybody came to it, within the time; or it refuses.
     """
 
-    def __init__(self, terms: Terms, name: str, lost: Callable[[str], None]):
+    def __init__(self, terms: RendezvousSettings, name: str, lost: Callable[[str], None]):
         self.terms, self._lost = terms, lost
         self._inbox: queue.Queue[tuple[str, Any]] = queue.Queue()
         self._through = threading.Event()
@@ -143,7 +144,7 @@ class Line:
                 time.sleep(RETRY_SECONDS)
                 continue
             connection = Connection(sock)
-            connection.send(form=FORM, hello=hello)
+            connection.send(form=PROTOCOL, hello=hello)
             names = self._wait_for_all(connection)
             if names is not None:
                 return connection, names
@@ -212,7 +213,7 @@ class Line:
                     self._inbox.put((kind, message[kind]))
 
     def _beat(self) -> None:
-        while not self._through.wait(self.terms.silence / BEATS):
+        while not self._through.wait(self.terms.silence / HEARTBEATS):
             self._connection.send(beat=1)
 
     def _lose(self, sentence: str) -> None:
@@ -267,7 +268,7 @@ class Line:
                 near.close()
                 continue
             far = Connection(sock)
-            far.send(form=FORM, relay=True)
+            far.send(form=PROTOCOL, relay=True)
             threading.Thread(target=relay, args=(near, far), kwargs={"hold": True}, daemon=True).start()
 
 
@@ -288,7 +289,7 @@ def relay(near: Connection, far: Connection, *, hold: bool = False) -> None:
     back.join()
 
 
-def absent(terms: Terms, missing: list[int]) -> str:
+def absent(terms: RendezvousSettings, missing: list[int]) -> str:
     """Who did not come."""
     return f"{listed(missing)} of {terms.processes} did not come to {terms.address} {terms.within}"
 

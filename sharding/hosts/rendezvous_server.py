@@ -16,7 +16,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sharding.errors import InputError
-from sharding.hosts.rendezvous import BEATS, FORM, RETRY_SECONDS, Connection, Terms, absent, relay, silent
+from sharding.hosts.rendezvous import (
+    HEARTBEATS,
+    PROTOCOL,
+    RETRY_SECONDS,
+    Connection,
+    RendezvousSettings,
+    absent,
+    relay,
+    silent,
+)
 
 _LAST_WORDS_SECONDS = 1.0
 _OWN_SECONDS = 5.0
@@ -31,7 +40,7 @@ class _Caller:
     gone: bool = False
 
 
-class Board:
+class RendezvousServer:
     """Listens, and answers every `Line`, until all processes are through or one is lost.
 
     Attributes:
@@ -45,7 +54,7 @@ class Board:
         InputError: the port cannot be listened on.
     """
 
-    def __init__(self, terms: Terms, service: int):
+    def __init__(self, terms: RendezvousSettings, service: int):
         self._terms, self._service = terms, service
         self._callers: dict[int, _Caller] = {}
         self._values: dict[int, Any] = {}
@@ -85,7 +94,7 @@ class Board:
         """Passes one connection's messages on; a stranger's is closed without a word."""
         try:
             hello = connection.receive(self._terms.silence)
-            if hello is None or hello.get("form") != FORM:
+            if hello is None or hello.get("form") != PROTOCOL:
                 connection.close()
                 return
             if hello.get("relay"):
@@ -131,7 +140,7 @@ class Board:
         while len(self._callers) < terms.processes:
             if terms.left <= 0:
                 return absent(terms, self._missing())
-            if time.monotonic() - told > min(1.0, terms.silence / BEATS):
+            if time.monotonic() - told > min(1.0, terms.silence / HEARTBEATS):
                 told = time.monotonic()
                 self._send_all(self._callers.values(), missing=self._missing())
             try:
@@ -199,14 +208,14 @@ class Board:
             caller.heard = time.monotonic()
         while not all(caller.through for caller in self._callers.values()):
             now = time.monotonic()
-            if now - told > terms.silence / BEATS:
+            if now - told > terms.silence / HEARTBEATS:
                 told = now
                 self._send_all(self._callers.values(), beat=1)
             for process, caller in self._callers.items():
                 if not caller.through and now - caller.heard > terms.silence:
                     return silent(process, caller.name, terms.silence)
             try:
-                connection, message = self._events.get(timeout=terms.silence / BEATS)
+                connection, message = self._events.get(timeout=terms.silence / HEARTBEATS)
             except queue.Empty:
                 continue
             problem = self._serve_one(connection, message)

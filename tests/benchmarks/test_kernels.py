@@ -8,7 +8,7 @@ import pytest
 from benchmarks.kernels import catalogue, grid, layer, measure, table, tokens
 from benchmarks.kernels.case import OURS, Case
 from benchmarks.kernels.catalogue import SWEEP, Entry
-from benchmarks.kernels.figures import BYTES, COPIES, FLOPS, Figures
+from benchmarks.kernels.stats import BYTES, COPIES, FLOPS, CaseStats
 from benchmarks.kernels.store import Store
 from benchmarks.kernels.work import Job
 from infer.generate import _rounded
@@ -21,7 +21,7 @@ def _refuses(chip):
 
 
 CASE = Case("op", "decode b8 128k", OURS, _refuses, hbm_bytes=2765e3, flops=459e6, copies=1000)
-MADE = Figures("op", "decode b8 128k", OURS, "v5p", measured=True, digest="one", compile_s=1.5, floors={BYTES: 1e-6})
+MADE = CaseStats("op", "decode b8 128k", OURS, "v5p", measured=True, digest="one", compile_s=1.5, floors={BYTES: 1e-6})
 MADE = dataclasses.replace(MADE, estimates={"ideal": 1.2e-6, "cal": 2e-6}, around_s=0.3e-6, bundles=2100)
 
 
@@ -61,7 +61,7 @@ def test_an_interrupted_run_finds_its_figures_again(tmp_path):
 
 def test_peers_follow_ours_with_their_ratio():
     peer = dataclasses.replace(MADE, form="xla", estimates={"ideal": 3e-6}, around_s=0.0, bundles=0, notes=("a | b",))
-    refused = Figures("op", "decode b8 128k", "other", "v5p", measured=True, refusal="it does not fit")
+    refused = CaseStats("op", "decode b8 128k", "other", "v5p", measured=True, refusal="it does not fit")
     (sheet,) = table.measured([peer, refused, MADE])
     assert [row[2] for row in sheet.rows] == [OURS, "xla", "other"]
     cells = [dict(zip(sheet.columns, row, strict=True)) for row in sheet.rows]
@@ -74,7 +74,7 @@ def test_peers_follow_ours_with_their_ratio():
 
 def test_a_sweep_names_the_fastest_blocks():
     slow = dataclasses.replace(MADE, blocks="256", estimates={"ideal": 2e-6})
-    refused = Figures("op", MADE.shape, OURS, "v5p", blocks="512", refusal="VMEM")
+    refused = CaseStats("op", MADE.shape, OURS, "v5p", blocks="512", refusal="VMEM")
     tried, best = table.sweep([slow, dataclasses.replace(MADE, blocks="128"), refused])
     assert [row[2] for row in tried.rows] == ["128", "256", "512"]
     assert best.rows == (("op, decode b8 128k", "v5p", "128", "1.20", "1.20"),)

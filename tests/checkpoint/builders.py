@@ -12,7 +12,7 @@ import numpy as np
 from glm52_jax.checkpoint.formats.safetensors_file import SafetensorsFile, write_safetensors
 from glm52_jax.checkpoint.sources.published import INDEX_FILE, SINGLE_FILE
 from glm52_jax.config import BUILT_IN, ModelConfig, QuantizationConfig
-from glm52_jax.params.init import build
+from glm52_jax.params.init import build_tree
 from glm52_jax.params.spec import Param
 
 LAYERS, EXPERTS, MTP_LAYER = 5, 8, 5
@@ -51,7 +51,7 @@ def random_params(config: ModelConfig, seed: int = 0) -> dict[str, Any]:
             return (rng.normal(size=shape) * 1.5 / np.sqrt(param.fan_in)).astype(config.dtype)
         return rng.uniform(0.5, 1.5, shape).astype(config.dtype)
 
-    return build(config, make)
+    return build_tree(config, make)
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

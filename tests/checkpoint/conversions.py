@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from glm52_jax.checkpoint.convert.conversion import Result, convert, plan
-from glm52_jax.checkpoint.convert.options import Settings
+from glm52_jax.checkpoint.convert.conversion import ConversionResult, convert, plan
+from glm52_jax.checkpoint.convert.options import ConversionOptions
 from glm52_jax.checkpoint.export import export
 from glm52_jax.checkpoint.sources.open_source import open_checkpoint
 
@@ -24,14 +24,16 @@ SMALL = {"chunk_bytes": 8192}
 """Cuts the larger matrices of the small checkpoints too."""
 
 
-def run_convert(source: Path, destination: Path, **settings: Any) -> Result:
-    return convert(plan(source, destination, Settings(**(SMALL | settings))), unit_bytes=50_000)
+def run_convert(source: Path, destination: Path, **settings: Any) -> ConversionResult:
+    return convert(plan(source, destination, ConversionOptions(**(SMALL | settings))), unit_bytes=50_000)
 
 
 def run_export(
     source: Path, destination: Path, *, shard_bytes: int = 150_000, fused: bool = False, **settings: Any
 ) -> None:
-    planned = export.plan(source, destination, Settings(**settings), shard_bytes=shard_bytes, fused_experts=fused)
+    planned = export.plan(
+        source, destination, ConversionOptions(**settings), shard_bytes=shard_bytes, fused_experts=fused
+    )
     export.export(planned)
 
 

@@ -258,7 +258,7 @@ def shardings_that_do_not_fit_are_refused_before_reading(folder: Path) -> None:
         ),
         (
             "fp8",
-            lambda p: NamedSharding(eight, PartitionSpec(None, None, "tensor") if p.view else PartitionSpec()),
+            lambda p: NamedSharding(eight, PartitionSpec(None, None, "tensor") if p.logical_shape else PartitionSpec()),
             "attention.q_b (6, 4, 40, 48) is in codes of which dimensions 1 to 2 are one, so dimension 2 cannot be "
             "sharded over mesh axis tensor of 8, only dimension 1 can",
         ),

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from glm52_jax import forward, load_config, load_params
 from glm52_jax.checkpoint import commands
 from glm52_jax.checkpoint.convert import conversion
-from glm52_jax.checkpoint.convert.options import Settings
+from glm52_jax.checkpoint.convert.options import ConversionOptions
 from glm52_jax.checkpoint.export.write import write_checkpoint
 from glm52_jax.checkpoint.formats.manifest import Manifest
 from glm52_jax.checkpoint.formats.orbax_layout import leaf_of, leaves
@@ -123,7 +123,7 @@ def test_config_tokenizer_and_template_come_along(tmp_path: Path, plain: Folder)
 
 
 def test_it_is_the_same_however_the_work_is_cut(tmp_path: Path, fp8_folder: Folder, converted: dict[str, Path]):
-    settings = Settings(chunk_bytes=8192)
+    settings = ConversionOptions(chunk_bytes=8192)
     for number in (2, 3, 1):
         result = conversion.convert(
             conversion.plan(fp8_folder.path, tmp_path / "c", settings), jobs=3, process=(number, 3)
@@ -246,14 +246,14 @@ os.environ["XLA_FLAGS"] = with_devices(8)
 import jax, numpy as np, orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.checkpoint.conversions import tensors
-from glm52_jax.checkpoint.formats.orbax_layout import leaf_of
+from glm52_jax.checkpoint.formats.orbax_layout import leaf_at
 
 folder = pathlib.Path(sys.argv[1])
 expected = tensors(pathlib.Path(sys.argv[2]))
 
 def check(params):
     for name, (dtype, shape, data) in expected.items():
-        leaf, expert = leaf_of(name)
+        leaf, expert = leaf_at(name)
         node = params
         for key in leaf.split("."):
             node = node[key]
@@ -320,7 +320,7 @@ def test_a_damaged_source_is_refused(
     folder = request.getfixturevalue(name)
     damage(folder)
     with pytest.raises(InputError) as error:
-        conversion.plan(folder.path, tmp_path / "out", Settings())
+        conversion.plan(folder.path, tmp_path / "out", ConversionOptions())
     assert all(fragment in str(error.value) for fragment in fragments)
     assert str(error.value).startswith(str(folder.path))
     assert not (tmp_path / "out").exists()

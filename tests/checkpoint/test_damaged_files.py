@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from glm52_jax.checkpoint.load import loader
 from glm52_jax.checkpoint.load.loader import load_params
 from glm52_jax.checkpoint.sources.published import INDEX_FILE, SINGLE_FILE
 from sharding.errors import InputError
@@ -382,13 +383,13 @@ def test_a_folder_that_may_not_be_read(fp8: Folder, config: Any, monkeypatch: py
 
 def test_a_file_that_changes_after_the_check_is_refused(fp8: Folder, monkeypatch: pytest.MonkeyPatch):
     # Were the file mapped, reading what is no longer there would end the process.
-    check = load_params.PublishedCheckpoint.check
+    check = loader.PublishedCheckpoint.check
 
     def then_cut(self: Any, config: Any) -> Any:
         contents = check(self, config)
         cut(fp8.path / SHARD, 1000)
         return contents
 
-    monkeypatch.setattr(load_params.PublishedCheckpoint, "check", then_cut)
+    monkeypatch.setattr(loader.PublishedCheckpoint, "check", then_cut)
     with pytest.raises(InputError, match=r"00002-of-\d+.safetensors: 1000 bytes, too short to hold"):
         load_params(fp8.path)

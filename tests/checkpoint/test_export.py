@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from glm52_jax import load_config, load_params
 from glm52_jax.checkpoint import commands
-from glm52_jax.checkpoint.convert.options import Settings
+from glm52_jax.checkpoint.convert.options import ConversionOptions
 from glm52_jax.checkpoint.export.export import plan
 from glm52_jax.checkpoint.export.write import write_checkpoint
 from glm52_jax.checkpoint.load.loader import load_with_report
@@ -57,20 +57,20 @@ def test_widening_and_narrowing_again_is_the_identity(bf16_folder: Folder, tmp_p
 
 def test_it_says_where_values_changed(fp8_folder: Folder, bf16_folder: Folder, tmp_path: Path):
     run_convert(fp8_folder.path, tmp_path / "c", dtype="bfloat16")
-    notes = plan(tmp_path / "c", tmp_path / "out", Settings()).notes
+    notes = plan(tmp_path / "c", tmp_path / "out", ConversionOptions()).notes
     assert "in the conversion: 176 tensors of F8_E4M3 became BF16: dequantised, codes times scales" in notes
     run_convert(fp8_folder.path, tmp_path / "keep")
-    notes = plan(tmp_path / "keep", tmp_path / "out", Settings("float32")).notes
+    notes = plan(tmp_path / "keep", tmp_path / "out", ConversionOptions("float32")).notes
     assert notes == ("176 tensors of F8_E4M3 became F32: dequantised, codes times scales",)
     run_convert(bf16_folder.path, tmp_path / "bf16")
-    assert plan(tmp_path / "bf16", tmp_path / "out", Settings()).notes == ()
-    (note,) = plan(tmp_path / "bf16", tmp_path / "out", Settings("float32")).notes
+    assert plan(tmp_path / "bf16", tmp_path / "out", ConversionOptions()).notes == ()
+    (note,) = plan(tmp_path / "bf16", tmp_path / "out", ConversionOptions("float32")).notes
     assert note.endswith("of BF16 became F32: widened, which changes no value")
 
 
 def test_shards_are_no_larger_than_asked(fp8_folder: Folder, tmp_path: Path):
     run_convert(fp8_folder.path, tmp_path / "c")
-    planned = plan(tmp_path / "c", tmp_path / "out", Settings(), shard_bytes=30_000)
+    planned = plan(tmp_path / "c", tmp_path / "out", ConversionOptions(), shard_bytes=30_000)
     assert all(shard.bytes <= 30_000 or len(shard.groups) == 1 for shard in planned.shards)
     for shard in planned.shards:  # a weight and its scale in one file
         weights = [name for name in shard.tensors if name.endswith("_scale_inv")]

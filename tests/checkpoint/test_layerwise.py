@@ -13,9 +13,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from glm52_jax.checkpoint.sources.open_source import open_checkpoint
-from glm52_jax.model.decoder_layer import LayerPlace
+from glm52_jax.model.decoder_layer import LayerIndex
 from glm52_jax.verification import command, layer_stages, layerwise
-from glm52_jax.verification.layerwise import Finding, differences
+from glm52_jax.verification.layerwise import StageDifference, differences
 from sharding.errors import InputError
 from tests import needs
 from tests.checkpoint.builders import EXPERTS, MTP_LAYER, Folder, small_config
@@ -37,13 +37,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def findings(target: Path, source: Path, layers: tuple[int, ...], tokens: int = TOKENS) -> list[Finding]:
+def findings(target: Path, source: Path, layers: tuple[int, ...], tokens: int = TOKENS) -> list[StageDifference]:
     planned = layerwise.plan(open_checkpoint(target), open_checkpoint(source), layers, tokens=tokens)
     # The plain kernels take a third of the time to compile.
     return [finding for found in layerwise.compare(planned, backend="reference") for finding in found]
 
 
-def first(found: list[Finding]) -> tuple[str, str] | None:
+def first(found: list[StageDifference]) -> tuple[str, str] | None:
     """Layer and stage of the first difference beyond rounding."""
     return next(((f.where, f.stage) for f in found if f.beyond), None)
 
@@ -174,7 +174,7 @@ def test_experts_are_not_made_float32_all_at_once():
         tree.setdefault(group, {})[name] = jax.ShapeDtypeStruct((1, *param.shape), dtype)
     stream, mask = jnp.zeros((1, TOKENS, config.hidden_size)), jnp.ones((1, TOKENS, TOKENS), bool)
     run = layer_stages.compiled(layer_stages._layer, "config", "place", "backend")
-    made = run.lower(tree, config, LayerPlace(0, False, 0, False, 0), stream, mask, "reference").compile()
+    made = run.lower(tree, config, LayerIndex(0, False, 0, False, 0), stream, mask, "reference").compile()
     experts = tree["moe"]["gate_up"].size * 2
     assert made.memory_analysis().temp_size_in_bytes < experts / 4
 
@@ -182,7 +182,7 @@ def test_experts_are_not_made_float32_all_at_once():
 # Choices.
 
 
-def choices(ours: list[list[int]], theirs: list[list[int]], scores: list[list[float]]) -> list[Finding]:
+def choices(ours: list[list[int]], theirs: list[list[int]], scores: list[list[float]]) -> list[StageDifference]:
     """Findings of a layer of two tokens whose selection is as given; one of them has another attention output."""
     size = len(scores[0])
     masks = [np.array([[i in row for i in range(size)] for row in rows]) for rows in (ours, theirs)]

@@ -9,33 +9,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm52_jax.checkpoint.load import leaf_arrays
-from glm52_jax.checkpoint.load.leaf_slices import Box, LeafForm, box_shape, reads
+from glm52_jax.checkpoint.load.leaf_slices import Box, LeafLayout, box_shape, reads
 
 SIZES = st.integers(1, 4)
 
 
 @st.composite
-def forms(draw: st.DrawFn) -> LeafForm:
+def forms(draw: st.DrawFn) -> LeafLayout:
     """Vectors, matrices, matrices whose rows or columns are heads, and a part of each head's rows."""
     lead = tuple(draw(st.lists(SIZES, max_size=3)))
     kind = draw(st.sampled_from(["vector", "matrix", "rows", "columns", "part"]))
     a, b, c = draw(SIZES), draw(SIZES), draw(SIZES)
     if kind == "vector":
-        return LeafForm(lead, (a,), (a,))
+        return LeafLayout(lead, (a,), (a,))
     if kind == "matrix":
-        return LeafForm(lead, (a, b), (a, b))
+        return LeafLayout(lead, (a, b), (a, b))
     if kind == "columns":
-        return LeafForm(lead, (a, b * c), (a, b, c))
+        return LeafLayout(lead, (a, b * c), (a, b, c))
     start = draw(st.integers(0, b - 1))
     rows = (start, draw(st.integers(start + 1, b))) if kind == "part" else None
-    return LeafForm(lead, (a * b, c), (a, b, c), rows)
+    return LeafLayout(lead, (a * b, c), (a, b, c), rows)
 
 
-def leaf_of(form: LeafForm, tensors: np.ndarray) -> np.ndarray:
+def leaf_of(form: LeafLayout, tensors: np.ndarray) -> np.ndarray:
     """The whole leaf, by reshaping."""
-    values = tensors.reshape(*form.lead, *form.view)
+    values = tensors.reshape(*form.lead, *form.logical_shape)
     rows = slice(*form.rows) if form.rows else slice(None)
-    return values[(slice(None),) * (len(form.lead) + 1) + (rows,)] if len(form.view) > 1 else values
+    return values[(slice(None),) * (len(form.lead) + 1) + (rows,)] if len(form.logical_shape) > 1 else values
 
 
 def cuts(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
@@ -46,7 +46,7 @@ def cuts(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
 
 
 @st.composite
-def grids(draw: st.DrawFn) -> tuple[LeafForm, list[Box]]:
+def grids(draw: st.DrawFn) -> tuple[LeafLayout, list[Box]]:
     """A leaf and the boxes of a grid over it, as a sharding gives them, some of them left out."""
     form = draw(forms())
     boxes: list[Box] = [()]
@@ -55,20 +55,20 @@ def grids(draw: st.DrawFn) -> tuple[LeafForm, list[Box]]:
     return form, draw(st.lists(st.sampled_from(boxes), unique=True, min_size=1))
 
 
-def numbered(form: LeafForm) -> np.ndarray:
+def numbered(form: LeafLayout) -> np.ndarray:
     """Tensors whose values are all different."""
     count = math.prod(form.lead)
     return np.arange(count * math.prod(form.tensor)).reshape(count, *form.tensor)
 
 
-def put_together(form: LeafForm, boxes: list[Box], most_rows: int) -> tuple[list[np.ndarray], Counter]:
+def put_together(form: LeafLayout, boxes: list[Box], most_rows: int) -> tuple[list[np.ndarray], Counter]:
     """The boxes, and how often each row of each tensor was read."""
     tensors, counts = numbered(form), Counter()
     outs = [np.full(box_shape(box), -1) for box in boxes]
     for read in reads(form, boxes, most_rows):
         assert read.rows[1] - read.rows[0] <= max(most_rows, form.group)
         counts.update((read.number, row) for row in range(*read.rows))
-        values = tensors[read.number, slice(*read.rows)].reshape(-1, *form.view[1:])
+        values = tensors[read.number, slice(*read.rows)].reshape(-1, *form.logical_shape[1:])
         for share in read.shares:
             assert share.whole == (values[share.take].shape == values.shape)
             assert (outs[share.box][share.put] == -1).all()  # each value once
@@ -78,7 +78,7 @@ def put_together(form: LeafForm, boxes: list[Box], most_rows: int) -> tuple[list
 
 @given(grids(), st.integers(1, 9))
 @settings(max_examples=300, deadline=None)
-def test_boxes_put_together_are_the_leaf(grid: tuple[LeafForm, list[Box]], most_rows: int):
+def test_boxes_put_together_are_the_leaf(grid: tuple[LeafLayout, list[Box]], most_rows: int):
     form, boxes = grid
     whole = leaf_of(form, numbered(form))
     assert whole.shape == form.shape
@@ -97,7 +97,7 @@ def test_boxes_put_together_are_the_leaf(grid: tuple[LeafForm, list[Box]], most_
 
 @given(grids(), st.integers(1, 9))
 @settings(max_examples=100, deadline=None)
-def test_boxes_that_overlap_are_filled_too(grid: tuple[LeafForm, list[Box]], most_rows: int):
+def test_boxes_that_overlap_are_filled_too(grid: tuple[LeafLayout, list[Box]], most_rows: int):
     form, boxes = grid
     joined = tuple((min(a for a, _ in across), max(b for _, b in across)) for across in zip(*boxes, strict=True))
     whole = leaf_of(form, numbered(form))

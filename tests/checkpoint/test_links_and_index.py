@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from glm52_jax import load_config, load_params
 from glm52_jax.checkpoint import commands
 from glm52_jax.checkpoint.convert import conversion
-from glm52_jax.checkpoint.convert.options import Settings
+from glm52_jax.checkpoint.convert.options import ConversionOptions
 from glm52_jax.checkpoint.export import export
 from glm52_jax.checkpoint.load.loader import load_with_report
 from glm52_jax.checkpoint.sources.open_source import open_checkpoint
@@ -221,7 +221,7 @@ def test_an_unfinished_export_says_so(complete: Folder, tmp_path: Path):
 def test_the_command_that_goes_on_is_one_for_a_shell(
     settings: dict[str, Any], options: list[str], plain_folder: Folder, tmp_path: Path
 ):
-    planned = conversion.plan(plain_folder.path, tmp_path / "my models" / "$x", Settings(**settings))
+    planned = conversion.plan(plain_folder.path, tmp_path / "my models" / "$x", ConversionOptions(**settings))
     expected = ["glm52", "convert", str(plain_folder.path), str(tmp_path / "my models" / "$x"), *options]
     assert shlex.split(planned.command()) == expected
     assert shlex.split(planned.command(["--jobs", "3"])) == [*expected, "--jobs", "3"]
@@ -230,7 +230,7 @@ def test_the_command_that_goes_on_is_one_for_a_shell(
 def test_names_that_look_like_options_stay_names(plain_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "-c").symlink_to(plain_folder.path)
-    planned = export.plan("-c", "-o", Settings("bfloat16"), shard_bytes=200_000)
+    planned = export.plan("-c", "-o", ConversionOptions("bfloat16"), shard_bytes=200_000)
     assert planned.command() == "glm52 export --dtype bfloat16 --shard-size 200000 -- -c -o"
     result = CliRunner().invoke(commands.export, shlex.split(planned.command())[2:])
     assert result.exit_code == 0, result.output

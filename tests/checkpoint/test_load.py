@@ -98,7 +98,7 @@ def opened(leaf: Any) -> np.ndarray:
     if not isinstance(leaf, BlockQuantized):
         return np.asarray(leaf)
     values = dequantize_blocks(np.asarray(leaf.codes), np.asarray(leaf.scales), leaf.block)
-    return values.reshape(*values.shape[:-2], *leaf.view)
+    return values.reshape(*values.shape[:-2], *leaf.logical_shape)
 
 
 @pytest.mark.parametrize("shard_bytes", [None, 100_000], ids=["one file", "shards"])

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from glm52_jax.checkpoint import commands
 from glm52_jax.checkpoint.convert import conversion
-from glm52_jax.checkpoint.convert.options import Settings
+from glm52_jax.checkpoint.convert.options import ConversionOptions
 from glm52_jax.checkpoint.export.write import write_checkpoint
 from glm52_jax.checkpoint.formats.orbax_layout import CHUNK_BYTES
 from glm52_jax.checkpoint.sources.open_source import open_checkpoint
@@ -168,8 +168,8 @@ def test_two_processes_share_the_work_without_links(
     monkeypatch.setattr(os, "link", refusing(errno.EPERM))
     if refusal is not None:
         refusal(monkeypatch)
-    plans = [conversion.plan(source, tmp_path / "out", Settings(chunk_bytes=8192)) for _ in range(2)]
-    other = conversion.plan(source, tmp_path / "out", Settings(dtype="bfloat16"))
+    plans = [conversion.plan(source, tmp_path / "out", ConversionOptions(chunk_bytes=8192)) for _ in range(2)]
+    other = conversion.plan(source, tmp_path / "out", ConversionOptions(dtype="bfloat16"))
     assert conversion.convert(plans[0], process=(1, 2)).left > 0
     with pytest.raises(InputError, match="was begun with dtype 'keep', and now it is 'bfloat16'"):
         conversion.convert(other, process=(2, 2))
@@ -182,7 +182,7 @@ def test_one_finishes_while_the_other_does(
 ):
     """Without locks: what is noted as done goes away under the hands of the second."""
     no_locks(monkeypatch)
-    plans = [conversion.plan(source, tmp_path / "out", Settings(chunk_bytes=8192)) for _ in range(2)]
+    plans = [conversion.plan(source, tmp_path / "out", ConversionOptions(chunk_bytes=8192)) for _ in range(2)]
     finish = conversion._finish
 
     def late(*arguments: Any) -> Any:

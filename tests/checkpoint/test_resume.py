@@ -17,7 +17,7 @@ from orbax import checkpoint as orbax
 
 from glm52_jax import load_params
 from glm52_jax.checkpoint.convert import conversion
-from glm52_jax.checkpoint.convert.options import Settings
+from glm52_jax.checkpoint.convert.options import ConversionOptions
 from glm52_jax.checkpoint.export.export import export
 from glm52_jax.checkpoint.export.export import plan as plan_export
 from glm52_jax.checkpoint.export.write import write_checkpoint
@@ -35,14 +35,15 @@ OPTIONS = ("--unit-size", "20kB", "--chunk-size", "8192")
 # Says so when it begins to write, so that a kill falls into the writing and not into the imports.
 CHILD = """
 import sys
-from glm52_jax.checkpoint import commands, convert
+from glm52_jax.checkpoint import commands
+from glm52_jax.checkpoint.convert import conversion
 from tests.checkpoint.conversions import NoOrbax
-convert.OrbaxView = NoOrbax
-run = convert.run
+conversion.OrbaxView = NoOrbax
+run = conversion.run
 def begin(*arguments, **keywords):
     print("begin", flush=True)
     return run(*arguments, **keywords)
-convert.run = begin
+conversion.run = begin
 commands.convert(sys.argv[1:])
 """
 
@@ -192,8 +193,8 @@ def test_an_unfinished_one_is_refused_by_every_reader(fp8: Folder, half: Path, t
     for read in (
         lambda: load_params(half),
         lambda: verify(open_checkpoint(half), open_checkpoint(fp8.path)),
-        lambda: plan_export(half, tmp_path / "out", Settings()),
-        lambda: conversion.plan(half, tmp_path / "out", Settings()),
+        lambda: plan_export(half, tmp_path / "out", ConversionOptions()),
+        lambda: conversion.plan(half, tmp_path / "out", ConversionOptions()),
     ):
         with pytest.raises(InputError, match=sentence):
             read()
@@ -217,7 +218,7 @@ def test_another_source_is_refused(plain: Folder, half: Path):
 def test_a_source_that_goes_away_can_come_back(
     fp8: Folder, half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    planned = conversion.plan(fp8.path, half, Settings(chunk_bytes=8192))
+    planned = conversion.plan(fp8.path, half, ConversionOptions(chunk_bytes=8192))
     fp8.path.rename(tmp_path / "away")
     with pytest.raises(InputError, match=r"model-0000\d-of-00005.safetensors: can no longer be read"):
         conversion.convert(planned)
@@ -228,7 +229,7 @@ def test_a_source_that_goes_away_can_come_back(
 
 
 def test_a_source_that_is_cut_while_it_is_read(fp8: Folder, half: Path):
-    planned = conversion.plan(fp8.path, half, Settings(chunk_bytes=8192))
+    planned = conversion.plan(fp8.path, half, ConversionOptions(chunk_bytes=8192))
     for file in fp8.files:
         os.truncate(fp8.path / file, 60_000)
     with pytest.raises(InputError, match="60000 bytes, too short"):
@@ -236,7 +237,7 @@ def test_a_source_that_is_cut_while_it_is_read(fp8: Folder, half: Path):
 
 
 def test_two_processes_do_not_do_the_same_part(fp8: Folder, half: Path):
-    work = conversion.WorkFolder(half)
+    work = conversion.JournalFolder(half)
     with (
         work.taking_part("process-1-of-1"),
         pytest.raises(InputError, match="another process is working on process-1-of-1"),
@@ -323,7 +324,7 @@ def test_no_space_is_left(plain: Folder, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_an_export_goes_on(converted_plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    planned = plan_export(converted_plain, tmp_path / "out", Settings(), shard_bytes=200_000)
+    planned = plan_export(converted_plain, tmp_path / "out", ConversionOptions(), shard_bytes=200_000)
     left = threading.Semaphore(3)
     run = workers.run
 
@@ -343,12 +344,12 @@ def test_an_export_goes_on(converted_plain: Path, tmp_path: Path, monkeypatch: p
     with pytest.raises(InputError, match=r"out: is not finished; `glm52 export .* --shard-size 200000` goes on"):
         load_params(tmp_path / "out")
     with pytest.raises(InputError, match="was begun with shard_bytes 200000, and now it is 300000"):
-        export(plan_export(converted_plain, tmp_path / "out", Settings(), shard_bytes=300_000))
+        export(plan_export(converted_plain, tmp_path / "out", ConversionOptions(), shard_bytes=300_000))
     times = {f: f.stat().st_mtime_ns for f in (tmp_path / "out").glob("*.safetensors")}
     assert 1 <= len(times) <= 3  # a unit that was in flight may or may not have been finished
-    export(plan_export(converted_plain, tmp_path / "out", Settings(), shard_bytes=200_000))
+    export(plan_export(converted_plain, tmp_path / "out", ConversionOptions(), shard_bytes=200_000))
     assert {f: f.stat().st_mtime_ns for f in times} == times
-    export(plan_export(converted_plain, tmp_path / "whole", Settings(), shard_bytes=200_000))
+    export(plan_export(converted_plain, tmp_path / "whole", ConversionOptions(), shard_bytes=200_000))
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 

@@ -15,7 +15,7 @@ from glm52_jax.checkpoint.export.write import write_checkpoint
 from glm52_jax.config import ModelConfig
 from glm52_jax.io.unfinished import MANIFEST, UNFINISHED
 from glm52_jax.text import write_byte_tokenizer
-from infer.selftest.report import Report, checked_path
+from infer.selftest.report import SelftestReport, checked_path
 from sharding.errors import InputError
 from tests.checkpoint.builders import Folder
 from tests.checkpoint.conversions import contents, run_convert, run_export
@@ -283,7 +283,7 @@ def test_a_tokenizer_goes_over_no_other(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["novel.json", "novel.md"])
 def test_a_report_goes_over_reports_only(name: str, tmp_path: Path):
-    report = Report({})
+    report = SelftestReport({})
     report.write(checked_path(tmp_path / name))
     report.write(checked_path(tmp_path / name))
     for text in (NOVEL, json.dumps({"theme": "dark"}), "# Notes\n"):

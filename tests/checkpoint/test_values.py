@@ -17,7 +17,7 @@ from glm52_jax.checkpoint.export.write import write_checkpoint
 from glm52_jax.checkpoint.formats.manifest import Manifest
 from glm52_jax.checkpoint.load.loader import load_params, load_with_report
 from glm52_jax.checkpoint.sources.open_source import open_checkpoint
-from glm52_jax.checkpoint.value_checks import Counts, cast, not_finite
+from glm52_jax.checkpoint.value_checks import BadValueCounts, cast, not_finite
 from glm52_jax.config import ModelConfig
 from glm52_jax.params.quantization import BlockQuantized
 from glm52_jax.verification import command
@@ -48,7 +48,7 @@ def test_counts_are_those_of_numpy(data: st.DataObject, dtype: np.dtype):
     values = data.draw(arrays.arrays(np.uint16, st.integers(0, 40))).view(np.uint8)
     values = values[: values.size - values.size % dtype.itemsize].view(dtype)
     plain = values.astype(np.float32)
-    assert not_finite(values) == Counts(int(np.isnan(plain).sum()), int(np.isinf(plain).sum()))
+    assert not_finite(values) == BadValueCounts(int(np.isnan(plain).sum()), int(np.isinf(plain).sum()))
 
 
 @given(
@@ -95,7 +95,7 @@ def test_values_that_are_not_finite_are_said_by_every_command(bad: Folder, tmp_p
         assert "2 tensors hold values that are not finite" in result.output, (function, arguments)
         assert f"{O_PROJ} (1 NaN), {NORM} (2 NaN, 2 infinite)" in result.output
     assert tensors(tmp_path / "c") == tensors(bad.path)
-    assert Manifest.read(tmp_path / "c").tensors[NORM].counts == Counts(2, 2)
+    assert Manifest.read(tmp_path / "c").tensors[NORM].counts == BadValueCounts(2, 2)
     for folder in (bad.path, tmp_path / "c"):
         (note,) = [note for note in load_with_report(folder)[1].notes if "not finite" in note]
         assert f"{NORM} (2 NaN, 2 infinite)" in note

@@ -25,7 +25,7 @@ from infer.commands.session import Session
 from infer.steps import Step
 from sharding.errors import InputError
 from sharding.hosts import process_group
-from sharding.hosts.process_group import Hosts
+from sharding.hosts.process_group import ProcessGroup
 
 # Whatever their lengths, prompts of up to 55 tokens share compiled steps.
 LINES = "hello\n/think\nyou\n/new\nonce more\n/exit\nnever read\n"
@@ -43,7 +43,7 @@ def count_reads() -> None:
     PublishedFiles.pread = counting  # type: ignore[method-assign]
 
 
-def run(command: click.Command, here: Hosts, arguments: list[str]) -> None:
+def run(command: click.Command, here: ProcessGroup, arguments: list[str]) -> None:
     """A command as its parser calls it, but for joining: one process joins once."""
     context = command.make_context(command.name, list(arguments))
     options = {k: v for k, v in context.params.items() if k not in JOINING}
@@ -53,7 +53,7 @@ def run(command: click.Command, here: Hosts, arguments: list[str]) -> None:
 JOINING = ("coordinator", "processes", "process", "start_timeout", "host_timeout")
 
 
-def texts(here: Hosts, checkpoint: str, layout: str | None, thorough: bool = False) -> None:
+def texts(here: ProcessGroup, checkpoint: str, layout: str | None, thorough: bool = False) -> None:
     """Every way to make texts; only the first process prints them, and each reads what its devices hold."""
     count_reads()
     opened = Session.open(checkpoint, None, "keep", layout, here)
@@ -83,7 +83,7 @@ def texts(here: Hosts, checkpoint: str, layout: str | None, thorough: bool = Fal
         run(generate, here, [*drafted, *several, "-t", "1", "--seed", "5"])
 
 
-def stop_early(here: Hosts) -> None:
+def stop_early(here: ProcessGroup) -> None:
     """Ctrl-C at the first piece of the next answer."""
     write, pieces = Session.write, []
 
@@ -96,7 +96,7 @@ def stop_early(here: Hosts) -> None:
     Session.write = interrupting  # type: ignore[method-assign]
 
 
-def collectives(here: Hosts, *_: Any) -> None:
+def collectives(here: ProcessGroup, *_: Any) -> None:
     """Collectives until somebody is gone."""
     mesh = jax.sharding.Mesh(jax.devices(), "all")
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("all"))
@@ -108,7 +108,7 @@ def collectives(here: Hosts, *_: Any) -> None:
         total(values).block_until_ready()
 
 
-def programs(here: Hosts, *_: Any) -> None:
+def programs(here: ProcessGroup, *_: Any) -> None:
     """Each process traces a step of its own."""
     step = jax.jit(lambda params, state, tokens: state + tokens * here.process)
     Step(step, (), ("params", "state", "tokens"), (), step)(0, 1, 2)

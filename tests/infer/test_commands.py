@@ -48,7 +48,7 @@ def test_generate_takes_several_prompts_and_traces_its_steps(checkpoint: Path, t
 
 
 def test_a_stop_string_ends_the_text_before_it(checkpoint: Path, params: dict) -> None:
-    """B57: the stop string spans tokens, and nothing of it is shown."""
+    """The stop string spans tokens, and nothing of it is shown."""
     tokenizer = Tokenizer.load(checkpoint)
     prompt = tokenizer.encode("Hello, you")
     whole = tokenizer.decode(generate(params, CONFIG, [prompt], 16, stop_ids=())[0])

@@ -10,7 +10,7 @@ import pytest
 
 from glm52_jax.cache.cache_format import CACHE_FORMATS
 from glm52_jax.config import ModelConfig
-from glm52_jax.params.init import leaf_of
+from glm52_jax.params.init import leaf_at
 from infer.generate import Generation, generate
 from infer.sampling import Sampling
 from infer.speculative import accept
@@ -29,7 +29,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def spoiled(params: dict[str, Any], path: str, index: tuple[Any, ...], value: float) -> dict[str, Any]:
     """The parameters with one value at a path changed."""
-    leaf = leaf_of(params, path).at[index].set(value)
+    leaf = leaf_at(params, path).at[index].set(value)
     *parents, name = path.split(".")
     tree = params | {parent: dict(params[parent]) for parent in parents}
     (tree[parents[0]] if parents else tree)[name] = leaf

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from glm52_jax import forward
-from glm52_jax.cache.paged_cache import Cache
+from glm52_jax.cache.paged_cache import PagedCache
 from glm52_jax.cache.pages import gather_rows
 from glm52_jax.config import ModelConfig
 from glm52_jax.model import mtp
-from glm52_jax.model.decoder_layer import Forms
+from glm52_jax.model.decoder_layer import ExecutionPolicy
 from glm52_jax.model.transformer import extend
 from infer.generate import LENGTH, STOP, Generation, generate
 from infer.steps import StepProvider
@@ -43,7 +43,7 @@ def prompts_of(case: Any) -> list[list[int]]:
     ],
 )
 def test_greedy_tokens_are_the_references(name: str, drafts: int, chunk: int) -> None:
-    """B16, B65, B74: token-exact across the `index_topk` line, for prompts of different lengths, for any drafts."""
+    """Token-exact across the `index_topk` line, for prompts of different lengths, for any drafts."""
     case = all_cases()[name]
     params = case.params("float32")
     found = generate(
@@ -54,18 +54,17 @@ def test_greedy_tokens_are_the_references(name: str, drafts: int, chunk: int) ->
 
 @pytest.mark.slow
 def test_drafts_that_are_always_wrong_only_cost_time(config: ModelConfig, params: dict[str, Any]) -> None:
-    """B74."""
     wrong = params | {"mtp": params["mtp"] | {"head": -params["head"]}}
     plain = generate(params, config, [PROMPT], 20, stop_ids=())
     generation = Generation(wrong, config, [PROMPT], 20, draft_tokens=3, stop_ids=())
     assert [t for _, tokens in generation for t in tokens] == plain[0]
-    assert sum(generation.figures.accepted) <= 2
+    assert sum(generation.stats.accepted) <= 2
     assert generation.reasons == [LENGTH]
 
 
 @pytest.mark.slow
 def test_a_request_does_not_depend_on_its_neighbours(config: ModelConfig, params: dict[str, Any]) -> None:
-    """B68: alone, in a batch, in another slot. (Greedy ones: `left_padded` above.)"""
+    """Alone, in a batch, in another slot. (Greedy ones: `left_padded` above.)"""
     others = [[1, 2, 3], [250] * 15]
     alone = generate(params, config, [PROMPT], 12, 1.0, seed=[11], stop_ids=())[0]
     for rows in ([*others, PROMPT], [PROMPT, *others]):
@@ -75,14 +74,14 @@ def test_a_request_does_not_depend_on_its_neighbours(config: ModelConfig, params
 
 
 def test_seeds_differ_by_row_and_repeat(config: ModelConfig, params: dict[str, Any]) -> None:
-    """B108: prompt i is sampled with seed + i."""
+    """Prompt i is sampled with seed + i."""
     texts = generate(params, config, [PROMPT] * 3, 12, 1.0, seed=7, stop_ids=())
     assert len({tuple(t) for t in texts}) == 3
     assert generate(params, config, [PROMPT] * 3, 12, 1.0, seed=6, stop_ids=())[1:] == texts[:2]
 
 
 def test_stop_ids_end_a_text_and_are_not_part_of_it(config: ModelConfig, params: dict[str, Any]) -> None:
-    """B21, B58: any id of the list; the other rows go on to their last token."""
+    """Any id of the list; the other rows go on to their last token."""
     free = generate(params, config, [PROMPT, PROMPT[:5]], 16, stop_ids=())
     place, stop = next((i, t) for i, t in enumerate(free[0]) if i >= 3 and t not in free[0][:i])
     for drafts in (0, 3):
@@ -98,13 +97,12 @@ def test_stop_ids_end_a_text_and_are_not_part_of_it(config: ModelConfig, params:
 
 
 def test_the_configs_own_ids_stop_too(config: ModelConfig, params: dict[str, Any]) -> None:
-    """B21."""
     generation = Generation(params, config, [PROMPT], 16)
     assert generation.stop_ids == {256, 263, 265}
 
 
 def test_no_more_tokens_than_asked_for(config: ModelConfig, params: dict[str, Any]) -> None:
-    """B74: accepted drafts do not overrun."""
+    """Accepted drafts do not overrun."""
     for new in (0, 1, 2, 5):
         for drafts in (0, 3):
             assert len(generate(params, config, [PROMPT], new, draft_tokens=drafts, stop_ids=())[0]) == new
@@ -113,7 +111,7 @@ def test_no_more_tokens_than_asked_for(config: ModelConfig, params: dict[str, An
 
 @pytest.mark.slow
 def test_every_length_around_a_page(config: ModelConfig, params: dict[str, Any]) -> None:
-    """B61: prompts of a page less one, a page, one more; the next token is that of a run over the whole text."""
+    """Prompts of a page less one, a page, one more; the next token is that of a run over the whole text."""
     text = np.random.default_rng(0).integers(0, 250, 66).tolist()
     lengths = [1, 7, 8, 9, 63, 64, 65]
     found = generate(params, config, [text[:n] for n in lengths], 2, stop_ids=())
@@ -156,7 +154,7 @@ def test_a_step_is_its_own_description(config: ModelConfig, params: dict[str, An
 
 @pytest.mark.slow
 def test_the_draft_layers_cache_has_no_holes(config: ModelConfig, params: dict[str, Any]) -> None:
-    """B76, B80: after some rounds the MTP layer's rows are those of one run over all verified tokens."""
+    """After some rounds the MTP layer's rows are those of one run over all verified tokens."""
     drafts, capacity = 3, 64
     provider = StepProvider.of(params, config, batch=1, capacity=capacity, chunk=16, draft_tokens=drafts)
     prompt = np.array([PROMPT + [-1] * 5], np.int32)
@@ -172,11 +170,11 @@ def test_the_draft_layers_cache_has_no_holes(config: ModelConfig, params: dict[s
         verified += np.asarray(tokens)[0, : int(accepted[0]) + 1].tolist()
     # The last round's tokens are in the window still; the MTP layer has seen those before.
     seen = len(verified) - 1 - int(np.sum(np.asarray(state.window.positions) >= 0))
-    cache = Cache.create(config, 1, capacity, dtype=jnp.float32)
+    cache = PagedCache.create(config, 1, capacity, dtype=jnp.float32)
     tokens, where = jnp.array([verified[:-1]]), jnp.arange(len(verified) - 1)[None]
-    forms = Forms("absorbed", "indices", "reference")
+    forms = ExecutionPolicy("absorbed", "indices", "reference")
     hidden, cache, _ = extend(params, config, tokens, where, cache, forms)
-    _, cache, _ = mtp.advance(params, config, hidden, jnp.array([verified[1:]]), where, cache, forms)
+    _, cache, _ = mtp.mtp_layer(params, config, hidden, jnp.array([verified[1:]]), where, cache, forms)
     for name in ("latent", "index_keys"):
         mine, whole = getattr(state.cache, name), getattr(cache, name)
         rows = [
@@ -252,7 +250,7 @@ def test_integers_of_numpy_and_jax_are_integers(config: ModelConfig, params: dic
 
 
 def test_drafts_without_a_draft_layer_are_refused(config: ModelConfig, params: dict[str, Any]) -> None:
-    """B27 c: the model runs, speculation is refused."""
+    """The model runs, speculation is refused."""
     trunk = config.without_mtp()
     stacks = jax.tree.map(lambda a: a[:-1], {k: params[k] for k in ("attention", "indexer", "moe")})
     bare = {k: v for k, v in params.items() if k != "mtp"} | stacks

@@ -21,7 +21,7 @@ from glm52_jax.config import BUILT_IN
 from infer.commands import on_hosts
 from sharding.errors import InputError
 from sharding.hosts import process_group
-from sharding.hosts.process_group import ALONE, Place
+from sharding.hosts.process_group import ALONE, ProcessAddress
 from sharding.layout import Layout
 from tests.quick_flags import with_devices
 
@@ -312,7 +312,7 @@ def test_a_host_too_many(checkpoint: Path) -> None:
 
 # Where the flags come from.
 
-find_place = partial(process_group.find_place, program="glm52")
+find_place = partial(process_group.find_address, program="glm52")
 join = partial(process_group.join, program="glm52")
 
 
@@ -330,11 +330,11 @@ def test_flags_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "jax:1")
     monkeypatch.setenv("JAX_NUM_PROCESSES", "8")
     monkeypatch.setenv("JAX_PROCESS_ID", "7")
-    assert find_place(None, None, None) == Place("jax:1", 8, 7)
+    assert find_place(None, None, None) == ProcessAddress("jax:1", 8, 7)
     monkeypatch.setenv("GLM52_COORDINATOR", "ours:1")
     monkeypatch.setenv("GLM52_PROCESS", "6")
-    assert find_place(None, None, None) == Place("ours:1", 8, 6)
-    assert find_place("flag:2", 4, 0) == Place("flag:2", 4, 0)
+    assert find_place(None, None, None) == ProcessAddress("ours:1", 8, 6)
+    assert find_place("flag:2", 4, 0) == ProcessAddress("flag:2", 4, 0)
 
 
 def on_tpu(monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
@@ -350,10 +350,10 @@ def test_tpu_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     on_tpu(monkeypatch, TPU_WORKER_HOSTNAMES="localhost", TPU_WORKER_ID="0")
     assert find_place(None, None, None) is None
     on_tpu(monkeypatch, TPU_WORKER_HOSTNAMES="localhost,b,c,d", TPU_WORKER_ID="2")
-    assert find_place(None, None, None) == Place("localhost:8482", 4, 2)
+    assert find_place(None, None, None) == ProcessAddress("localhost:8482", 4, 2)
     slices = {"MEGASCALE_COORDINATOR_ADDRESS": "localhost", "MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1"}
     on_tpu(monkeypatch, TPU_WORKER_HOSTNAMES="x,y", TPU_WORKER_ID="1", **slices)
-    assert find_place(None, None, None) == Place("localhost:8482", 4, 3)
+    assert find_place(None, None, None) == ProcessAddress("localhost:8482", 4, 3)
 
 
 @pytest.mark.parametrize(
@@ -410,7 +410,7 @@ def test_an_error_of_the_machine_ends_every_host_with_the_same_sentence(monkeypa
 
     monkeypatch.setattr(process_group, "_REASON_SECONDS", 0.0)
     monkeypatch.setattr(process_group, "_end", end)
-    joined = process_group.Hosts(1, ("a", "b"), Line())
+    joined = process_group.ProcessGroup(1, ("a", "b"), Line())
     with pytest.raises(SystemExit), joined:
         raise OSError(28, "No space left on device", "trace")
     assert told == ["trace: No space left on device"] * 2

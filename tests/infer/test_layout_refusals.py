@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from glm52_jax.checkpoint.load.loader import load_params
 from glm52_jax.cli import glm52
-from glm52_jax.params.axis_rules import DIVISIONS, check_rules
+from glm52_jax.params.axis_rules import AXIS_RULES, check_rules
 from infer.commands.on_hosts import choose_layout
 from infer.generate import Generation
-from infer.planning.plan import request
+from infer.planning.request import plan_request
 from infer.selftest.machine import Machine
 from infer.steps import StepProvider
 from sharding.errors import InputError
@@ -96,7 +96,7 @@ def test_every_command_refuses_by_one_sentence(eight: None, tmp_path: Path, chec
 @pytest.mark.parametrize("rules", RIGHT)
 def test_right_rules_are_taken(eight: None, tmp_path: Path, rules: str) -> None:
     layout = toml(tmp_path, rules)
-    assert choose_layout(layout, CONFIG, "keep", ALONE) == request(CONFIG, SLICE, layout, context=1024).layout
+    assert choose_layout(layout, CONFIG, "keep", ALONE) == plan_request(CONFIG, SLICE, layout, context=1024).layout
     assert Machine.of(layout).layout.devices == 8
 
 
@@ -121,7 +121,7 @@ def test_plan_loading_and_generation_say_the_same(checkpoint: Path, params: dict
         sentence(lambda: Generation(params, CONFIG, [[1, 2, 3]], 4, layout=layout)),
     ]
     try:
-        request(CONFIG, SLICE, layout, context=1024)
+        plan_request(CONFIG, SLICE, layout, context=1024)
     except InputError as error:
         said.append(str(error))
         with pytest.raises(InputError):
@@ -140,8 +140,8 @@ def choose_layout_of(layout: Layout) -> None:
 
 
 def test_every_name_has_its_line_in_the_table() -> None:
-    assert sorted(DIVISIONS) == sorted(logical_names())
-    assert all(bool(d.how) != bool(d.whole) for d in DIVISIONS.values())
+    assert sorted(AXIS_RULES) == sorted(logical_names())
+    assert all(bool(d.how) != bool(d.whole) for d in AXIS_RULES.values())
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -14,8 +14,8 @@ from infer.planning import stored_plans
 from infer.planning.command import plan
 from infer.planning.fit import largest_batch, largest_context
 from infer.planning.plan import plan as planned_from_python
-from infer.planning.request import Request, accounted, described, request
-from infer.planning.slice_plan import Plan, analytic_plan, compile_plan
+from infer.planning.request import PlanRequest, describe, plan_request, request_memory
+from infer.planning.slice_plan import SlicePlan, analytic_plan, compile_plan
 from sharding.compiler import chips
 from sharding.errors import InputError
 from tests.kernels.quickly import quickly
@@ -104,7 +104,7 @@ def test_nonsense_is_refused_at_once(options: list[str], sentence: str) -> None:
 def test_every_argument_is_checked_with_and_without_libtpu(
     options: dict[str, Any], sentence: str, compiler: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def never(asked: Request, *_: Any) -> Plan:
+    def never(asked: PlanRequest, *_: Any) -> SlicePlan:
         raise AssertionError("planned")
 
     monkeypatch.setattr(stored_plans, "_version", lambda name: "1" if compiler or name != "libtpu" else None)
@@ -118,7 +118,7 @@ def test_every_argument_is_checked_with_and_without_libtpu(
 
 def test_a_chunk_that_is_not_given_is_no_longer_than_the_context() -> None:
     config = load_config("glm-5.2-fp8")
-    chunks = [request(config, "v5p:4x4x4", step="prefill", context=context).chunk for context in (960, 131072)]
+    chunks = [plan_request(config, "v5p:4x4x4", step="prefill", context=context).chunk for context in (960, 131072)]
     assert chunks == [960, 4096]
 
 
@@ -135,20 +135,20 @@ def test_every_listed_slice_can_be_asked_for(chip: str) -> None:
         name = f"{chip}:{'x'.join(map(str, shape))}"
         refusal = ""
         try:
-            asked = request(SMALL, name, batch=2, context=192)
+            asked = plan_request(SMALL, name, batch=2, context=192)
         except InputError as error:
             refusal = str(error)
         assert "\n" not in refusal
         if not refusal:
             assert asked.layout.devices == asked.topology.device_count
-            assert accounted(asked).total > 0
+            assert request_memory(asked).total > 0
 
 
 @needs_libtpu
 @pytest.mark.parametrize("options", [{"batch": 2, "context": 192}, {"step": "prefill", "chunk": 64, "context": 64}])
 def test_a_slice_of_one_device_is_compiled(options: dict[str, Any]) -> None:
     """Its caches are those of a TPU, in whole lanes, though JAX's own device is a CPU."""
-    asked = request(SMALL, "v5e:1x1", **options)
+    asked = plan_request(SMALL, "v5e:1x1", **options)
     made = compile_plan(asked)
     assert made.fits
     assert {kernel["name"] for kernel in made.kernels} >= {"cache_write", "dense_mla", "experts_few"}
@@ -169,8 +169,8 @@ def test_a_slice_of_one_device_is_compiled(options: dict[str, Any]) -> None:
 )
 def test_presets_fit_the_released_model(model: str, topology: str, layout: str) -> None:
     """By the account: it needs no compiler."""
-    asked = request(load_config(model), topology, layout, batch=64, context=32 * 1024)
-    assert accounted(asked).total < 0.9 * asked.topology.chip.hbm_bytes
+    asked = plan_request(load_config(model), topology, layout, batch=64, context=32 * 1024)
+    assert request_memory(asked).total < 0.9 * asked.topology.chip.hbm_bytes
     assert asked.batch % asked.layout.parts("batch") == 0
     made = analytic_plan(asked, "no compiler")
     assert made.fits
@@ -180,13 +180,13 @@ def test_presets_fit_the_released_model(model: str, topology: str, layout: str) 
 def test_the_account_counts_each_byte_once() -> None:
     """Over all devices, what is divided is there once and what is not is there on each."""
     config = load_config("glm-5.2")
-    one = accounted(request(config, "v5p:4x4x8", "expert=128", batch=128, context=4096))
+    one = request_memory(plan_request(config, "v5p:4x4x8", "expert=128", batch=128, context=4096))
     assert one.parameters["routed experts"] * 128 == 76 * 256 * 3 * 2048 * 6144 * 2
     assert one.latent == 78 * 4096 * 640 * 2  # padded to whole lanes
     assert one.index_keys == 21 * 4096 * 128 * 2  # full layers only
     assert "attention.o" in one.replicated
     assert "moe.down" not in one.replicated
-    eight = accounted(request(config, "v5p:4x4x8", "expert=16,tensor=8", batch=16, context=4096))
+    eight = request_memory(plan_request(config, "v5p:4x4x8", "expert=16,tensor=8", batch=16, context=4096))
     assert "attention.o" not in eight.replicated
     assert eight.latent * 8 == one.latent
 
@@ -195,16 +195,17 @@ def test_index_share_saves_index_keys_only() -> None:
     config = load_config("glm-5.2")
     everywhere = dataclasses.replace(config, indexer_types=("full",) * 78)
     shared, full = (
-        accounted(request(one, "v5p:4x4x8", "expert=128", batch=128, context=32768)) for one in (config, everywhere)
+        request_memory(plan_request(one, "v5p:4x4x8", "expert=128", batch=128, context=32768))
+        for one in (config, everywhere)
     )
     assert full.index_keys * 21 == shared.index_keys * 78
     assert full.latent == shared.latent
 
 
-def small(**changes: Any) -> Request:
+def small(**changes: Any) -> PlanRequest:
     options = {"batch": 8, "context": 1024} | changes
     config: ModelConfig = options.pop("config", SMALL)
-    return request(
+    return plan_request(
         config, "v5e:2x2", options.pop("layout", "expert=2,tensor=2"), options.pop("step", "decode"), **options
     )
 
@@ -235,12 +236,12 @@ def test_the_account_is_the_compilers(changes: dict[str, Any]) -> None:
     copies = [w for w in made.warnings if w.startswith(("copy", "transpose"))]
     assert not copies, copies
     assert memory["temporaries"] < 0.5 * cache or changes
-    assert Plan.from_json(json.loads(json.dumps(made.as_json()))) == made
+    assert SlicePlan.from_json(json.loads(json.dumps(made.as_json()))) == made
 
 
 def test_without_libtpu_the_account_is_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_plans, "_version", lambda name: None if name == "libtpu" else "1")
-    made = stored_plans.planned(small())
+    made = stored_plans.stored_plan(small())
     assert not made.compiled
     assert "libtpu is not installed (pip install 'glm52-jax[plan]')" in made.warnings[0]
     result = invoke("glm-5.2-fp8", "--topology", "v5p:4x4x4", "--context", "32k")
@@ -254,9 +255,9 @@ class Compiler:
     def __init__(self, limit: float, temporaries: float):
         self.limit, self.temporaries, self.asked = limit, temporaries, []
 
-    def __call__(self, asked: Request) -> Plan:
+    def __call__(self, asked: PlanRequest) -> SlicePlan:
         self.asked.append(asked)
-        total = int(accounted(asked).total + self.temporaries * asked.batch)
+        total = int(request_memory(asked).total + self.temporaries * asked.batch)
         made = analytic_plan(asked, "a test")
         memory = {"total": total, "limit": int(self.limit), "free": int(self.limit - total)}
         return dataclasses.replace(made, compiled=True, fits=total <= self.limit, memory=memory)
@@ -270,7 +271,7 @@ def test_the_largest_batch_is_found_in_three_compilations(temporaries: float) ->
     assert found.compilations == len(compiler.asked) <= 3
     assert found.plan.fits
     more = dataclasses.replace(asked, batch=int(found.batch * 1.03) // 2 * 2 + 2)
-    total = accounted(more).total + temporaries * more.batch
+    total = request_memory(more).total + temporaries * more.batch
     assert total > compiler.limit  # within three in a hundred of the largest
 
 
@@ -287,7 +288,7 @@ def test_nothing_fits() -> None:
 
 
 def test_a_request_in_words_names_everything() -> None:
-    words = described(small())
+    words = describe(small())
     assert words["expert"] == 2
     assert words["tensor"] == 2
     assert words["chips"] == 4

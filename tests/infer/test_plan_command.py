@@ -11,9 +11,9 @@ from click.testing import CliRunner
 from glm52_jax.config import load_config
 from infer.planning import stored_plans
 from infer.planning.command import plan
-from infer.planning.lower_bounds import Floor
-from infer.planning.request import Request, request
-from infer.planning.slice_plan import Plan, analytic_plan
+from infer.planning.lower_bounds import LowerBound
+from infer.planning.request import PlanRequest, plan_request
+from infer.planning.slice_plan import SlicePlan, analytic_plan
 from infer.planning.sweep import layouts, names
 from sharding.compiler import chips
 from sharding.compiler.topology import NoCompilerError, Topology
@@ -32,17 +32,17 @@ def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[PlanRequest]:
     """Plans are made as if compiled, with a floor of 10 ms for 64 rows; the requests of those that were."""
-    asked: list[Request] = []
+    asked: list[PlanRequest] = []
 
-    def compile_plan(one: Request) -> Plan:
+    def compile_plan(one: PlanRequest) -> SlicePlan:
         asked.append(one)
         seconds = 0.002 + one.batch / 8000
         rate = one.tokens / seconds / one.layout.devices
         made = analytic_plan(one, "a test")
         memory = made.memory | {"temporaries": 0, "total": made.account.total}
-        found = [Floor("HBM", seconds, "a test")]
+        found = [LowerBound("HBM", seconds, "a test")]
         parts = {
             "floors": found,
             "tokens_per_second_per_device": rate,
@@ -71,7 +71,7 @@ def found(*arguments: str) -> list[dict[str, Any]]:
 # Padding
 
 
-def test_rates_count_sequences_and_not_what_fills_the_batch_up(compiled: list[Request]) -> None:
+def test_rates_count_sequences_and_not_what_fills_the_batch_up(compiled: list[PlanRequest]) -> None:
     (one,), (full,) = (found(*MODEL, "--layout", "expert=64", "--batch", batch) for batch in ("1", "64"))
     assert {name: one["request"][name] for name in ("batch", "sequences", "padding", "tokens")} == {
         "batch": 64,
@@ -93,11 +93,11 @@ def test_rates_count_sequences_and_not_what_fills_the_batch_up(compiled: list[Re
 
 @pytest.mark.parametrize("step", ["decode", "verify", "prefill"])
 def test_tokens_of_every_step_are_those_of_sequences(step: str) -> None:
-    asked = request(load_config("glm-5.2-fp8"), "v5p:4x4x4", "expert=64", step, batch=3, context=32768)
+    asked = plan_request(load_config("glm-5.2-fp8"), "v5p:4x4x4", "expert=64", step, batch=3, context=32768)
     assert (asked.batch, asked.sequences, asked.tokens) == (64, 3, 3 * (4096 if step == "prefill" else 1))
 
 
-def test_sweeps_rank_by_tokens_of_sequences(compiled: list[Request]) -> None:
+def test_sweeps_rank_by_tokens_of_sequences(compiled: list[PlanRequest]) -> None:
     """Two prompts on 64 devices that each take a row: more rows a second than on 8, and fewer sequences."""
     lists = ("--layout", "expert=64;expert=8,tensor=8;expert=16,tensor=4", "--sweep")
     made = found(*MODEL, *lists, "--batch", "2")
@@ -112,7 +112,7 @@ def test_sweeps_rank_by_tokens_of_sequences(compiled: list[Request]) -> None:
     assert "one row is a sequence" in table
 
 
-def test_the_largest_batch_has_no_padding(compiled: list[Request]) -> None:
+def test_the_largest_batch_has_no_padding(compiled: list[PlanRequest]) -> None:
     made = found(*MODEL, "--layout", "expert=64", "--batch", "1", "--fit")
     assert [one["request"]["padding"] for one in made] == [0, 63]
 
@@ -147,7 +147,7 @@ def test_lists_of_slices() -> None:
     ]
 
 
-def test_sizes_of_several_layouts_are_swept(compiled: list[Request]) -> None:
+def test_sizes_of_several_layouts_are_swept(compiled: list[PlanRequest]) -> None:
     made = found(*MODEL, "--layout", ",".join(SIZES), "--sweep")
     assert sorted(one["request"]["layout"] for one in made) == sorted(SIZES)
 
@@ -162,7 +162,7 @@ def test_sizes_of_several_layouts_are_swept(compiled: list[Request]) -> None:
     ],
     ids=" ".join,
 )
-def test_several_are_for_sweeps_only(lists: list[str], compiled: list[Request]) -> None:
+def test_several_are_for_sweeps_only(lists: list[str], compiled: list[PlanRequest]) -> None:
     result = invoke(*MODEL, *lists)
     assert isinstance(result.exception, InputError)
     assert "several are for --sweep" in str(result.exception)
@@ -173,7 +173,7 @@ def test_several_are_for_sweeps_only(lists: list[str], compiled: list[Request]) 
 def test_one_that_is_refused_does_not_end_a_sweep(compiler: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """No such slice, a layout that does not divide it, one device, and what a compiler may raise."""
 
-    def compile_plan(asked: Request) -> Plan:
+    def compile_plan(asked: PlanRequest) -> SlicePlan:
         if asked.topology.name == "v6e:4x8":
             raise RuntimeError("no such topology\nat libtpu.cc")
         return analytic_plan(asked, "a test")
@@ -216,7 +216,7 @@ def test_a_sweep_of_nothing_but_refusals_is_the_first_of_them() -> None:
     ],
 )
 def test_a_picture_that_cannot_be_written_is_refused_before_compiling(
-    name: str, sentence: str, tmp_path: Path, compiled: list[Request]
+    name: str, sentence: str, tmp_path: Path, compiled: list[PlanRequest]
 ) -> None:
     package("matplotlib")
     (tmp_path / "folder").mkdir()
@@ -228,7 +228,7 @@ def test_a_picture_that_cannot_be_written_is_refused_before_compiling(
     assert not compiled
 
 
-def test_a_picture_is_there_whole(tmp_path: Path, compiled: list[Request]) -> None:
+def test_a_picture_is_there_whole(tmp_path: Path, compiled: list[PlanRequest]) -> None:
     package("matplotlib")
     path = tmp_path / "plans.PNG"
     assert invoke(*MODEL, "--layout", ";".join(SIZES), "--sweep", "--plot", str(path)).exit_code == 0
@@ -239,24 +239,26 @@ def test_a_picture_is_there_whole(tmp_path: Path, compiled: list[Request]) -> No
 # Stored plans
 
 
-def small(**changes: Any) -> Request:
+def small(**changes: Any) -> PlanRequest:
     options: dict[str, Any] = {"batch": 64, "context": 32768, "layout": "expert=64"} | changes
-    return request(load_config("glm-5.2-fp8"), "v5p:4x4x4", **options)
+    return plan_request(load_config("glm-5.2-fp8"), "v5p:4x4x4", **options)
 
 
-def test_plans_are_stored_by_what_they_are_made_of(compiled: list[Request], monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = stored_plans.planned(small()), stored_plans.planned(small())
+def test_plans_are_stored_by_what_they_are_made_of(
+    compiled: list[PlanRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = stored_plans.stored_plan(small()), stored_plans.stored_plan(small())
     assert first == second
     assert (first.stored, second.stored) == (False, True)
     assert len(compiled) == 1
-    stored_plans.planned(small(batch=128))
-    stored_plans.planned(small(), fresh=True)
+    stored_plans.stored_plan(small(batch=128))
+    stored_plans.stored_plan(small(), fresh=True)
     monkeypatch.setattr(stored_plans, "_code", lambda: "other")
-    stored_plans.planned(small())
+    stored_plans.stored_plan(small())
     assert len(compiled) == 4
 
 
-def test_another_name_of_the_same_layout_is_the_same_plan(compiled: list[Request]) -> None:
+def test_another_name_of_the_same_layout_is_the_same_plan(compiled: list[PlanRequest]) -> None:
     same = [
         "expert=64",
         "data=1,expert=64,tensor=1",
@@ -264,15 +266,15 @@ def test_another_name_of_the_same_layout_is_the_same_plan(compiled: list[Request
         # A rule for an axis of one device divides nothing, and the order of rules is none of the program's.
         dataclasses.replace(Layout(expert=64).with_rules(embed=("tensor",)), rules=Layout().rules[::-1]),
     ]
-    made = [stored_plans.planned(small(layout=layout)) for layout in same]
+    made = [stored_plans.stored_plan(small(layout=layout)) for layout in same]
     assert len(compiled) == 1
     assert [one.request["layout"] for one in made] == ["expert=64", "data=1,expert=64,tensor=1", "mine", "custom"]
     for other in (small(layout="expert=32,tensor=2"), small(halves=True), small(batch=63), small(kv="fp8")):
-        stored_plans.planned(other)
+        stored_plans.stored_plan(other)
     assert len(compiled) == 5
 
 
-def test_a_stored_plan_says_that_it_is_and_when_it_was_made(compiled: list[Request]) -> None:
+def test_a_stored_plan_says_that_it_is_and_when_it_was_made(compiled: list[PlanRequest]) -> None:
     arguments = (*MODEL, "--layout", "expert=64")
     new, old = invoke(*arguments), invoke(*arguments)
     assert "lowered in 1.0 s, compiled in 31.0 s" in new.stdout
@@ -282,7 +284,7 @@ def test_a_stored_plan_says_that_it_is_and_when_it_was_made(compiled: list[Reque
     assert found(*arguments)[0]["stored"] is True
 
 
-def test_halves_rules_and_kernels_are_in_text_and_json(tmp_path: Path, compiled: list[Request]) -> None:
+def test_halves_rules_and_kernels_are_in_text_and_json(tmp_path: Path, compiled: list[PlanRequest]) -> None:
     file = tmp_path / "mine.toml"
     file.write_text("expert = 32\ntensor = 2\n[rules]\nvocab = []\n")
     arguments = (*MODEL, "--layout", str(file), "--halves", "--kernels", "reference", "--row-copy-ns", "4")
@@ -298,7 +300,7 @@ def test_halves_rules_and_kernels_are_in_text_and_json(tmp_path: Path, compiled:
     assert made["request"]["rules"]["heads"] == ["tensor"]
 
 
-def test_a_fit_says_what_it_compiles(compiled: list[Request]) -> None:
+def test_a_fit_says_what_it_compiles(compiled: list[PlanRequest]) -> None:
     lines = invoke(*MODEL, "--layout", "expert=64", "--fit").stderr.splitlines()
     told = [line for line in lines if line.startswith("compiling decode for v5p:4x4x4, expert=64, batch ")]
     assert len(told) == len(compiled) >= 2
@@ -310,7 +312,9 @@ def test_a_fit_says_what_it_compiles(compiled: list[Request]) -> None:
 
 @pytest.mark.parametrize("batch", [10**4, 10**8, 10**9, 2**31 - 1])
 @pytest.mark.parametrize("layout", ["throughput", "latency", "long_context"])
-def test_what_the_account_says_does_not_fit_is_not_compiled(layout: str, batch: int, compiled: list[Request]) -> None:
+def test_what_the_account_says_does_not_fit_is_not_compiled(
+    layout: str, batch: int, compiled: list[PlanRequest]
+) -> None:
     result = invoke("glm-5.2-fp8", "--topology", "v5p:4x4x4", "--layout", layout, "--batch", str(batch))
     assert result.exit_code == 1
     assert "does not fit by the account alone" in result.stdout
@@ -323,13 +327,13 @@ def a_topology(**changes: Any) -> Topology:
 
 
 def test_a_chip_that_the_compiler_lacks_is_accounted_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile_plan(asked: Request) -> Plan:
+    def compile_plan(asked: PlanRequest) -> SlicePlan:
         raise NoCompilerError("libtpu has no slice v9x:2x2x1")
 
     monkeypatch.setattr(stored_plans, "_version", lambda name: "1")
     monkeypatch.setattr(stored_plans, "compile_plan", compile_plan)
-    asked = request(SMALL, a_topology(name="v9x"), "expert=4", batch=4, context=1024)
-    made = stored_plans.planned(asked)
+    asked = plan_request(SMALL, a_topology(name="v9x"), "expert=4", batch=4, context=1024)
+    made = stored_plans.stored_plan(asked)
     assert (made.compiled, made.fits) == (False, True)
     assert "libtpu has no slice v9x:2x2x1; this is the account alone" in made.warnings[-1]
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from glm52_jax.config import load_config
-from infer.planning.lower_bounds import collectives, floors
-from infer.planning.request import Request, request
+from infer.planning.lower_bounds import collectives, lower_bounds
+from infer.planning.request import PlanRequest, plan_request
 from sharding.compiler import chips
 from sharding.compiler.hlo.collectives import Collective
 from sharding.compiler.hlo.program import Program
@@ -42,9 +42,9 @@ def program(*found: Collective) -> Program:
     return Program({"bf16": 459e9}, 2765e6, 0.0, found, (), (), (), ())
 
 
-def asked(**options: Any) -> Request:
+def asked(**options: Any) -> PlanRequest:
     sizes: dict[str, Any] = {"batch": 64, "context": 32 * 1024} | options
-    return request(load_config("glm-5.2"), "v5p:4x4x8", sizes.pop("layout", "expert=16,tensor=8"), **sizes)
+    return plan_request(load_config("glm-5.2"), "v5p:4x4x8", sizes.pop("layout", "expert=16,tensor=8"), **sizes)
 
 
 @pytest.mark.parametrize(
@@ -63,14 +63,14 @@ def asked(**options: Any) -> Request:
     ],
 )
 def test_the_links_of_a_placement_bound_what_is_sent(found: list[Collective], milliseconds: float) -> None:
-    (ici,) = [floor for floor in floors(asked(), program(*found)) if floor.resource == "ICI"]
+    (ici,) = [floor for floor in lower_bounds(asked(), program(*found)) if floor.resource == "ICI"]
     assert ici.seconds * 1e3 == pytest.approx(milliseconds)
 
 
 def test_the_floor_says_axes_links_and_dimension() -> None:
-    made = floors(asked(), program(sent("tensor", RING_Z, 810e6), sent("expert", PLANE, 54e6)))
+    made = lower_bounds(asked(), program(sent("tensor", RING_Z, 810e6), sent("expert", PLANE, 54e6)))
     assert made[0].of == "along z: 0.81 GB over tensor on 2 links, 100 GB/s each"
-    (ici,) = [floor for floor in floors(asked(), program(sent("expert", PLANE, 54e6))) if floor.resource == "ICI"]
+    (ici,) = [floor for floor in lower_bounds(asked(), program(sent("expert", PLANE, 54e6))) if floor.resource == "ICI"]
     assert ici.of == "along x, y: 0.054 GB over expert on 4 links, 100 GB/s each"
 
 
@@ -97,7 +97,7 @@ def test_a_device_of_half_a_chip_has_half_of_each_link() -> None:
 def test_rows_are_those_of_the_devices_that_have_sequences() -> None:
     """One sequence on 16 devices costs the device that has it as much as sixteen cost each."""
     rows = {
-        batch: next(floor for floor in floors(asked(batch=batch), program()) if floor.resource == "row copies").of
+        batch: next(floor for floor in lower_bounds(asked(batch=batch), program()) if floor.resource == "row copies").of
         for batch in (1, 16)
     }
     assert rows[1] == rows[16]
@@ -107,4 +107,4 @@ def test_rows_are_those_of_the_devices_that_have_sequences() -> None:
 def test_every_row_of_a_prefill_step_is_divided_as_its_tokens_are() -> None:
     whole = asked(step="prefill", batch=16, chunk=1024)
     divided = dataclasses.replace(whole, layout=whole.layout.with_rules(tokens=("data",)))
-    assert floors(whole, program()) == floors(divided, program())
+    assert lower_bounds(whole, program()) == lower_bounds(divided, program())

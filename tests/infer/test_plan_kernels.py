@@ -7,8 +7,8 @@ import pytest
 
 from glm52_jax.cache.paged_cache import PAGE_SIZE
 from glm52_jax.config import DENSE, FULL, SHARED, SPARSE, ModelConfig, load_config
-from infer.planning.request import request
-from infer.planning.slice_plan import Plan, compile_plan
+from infer.planning.request import plan_request
+from infer.planning.slice_plan import SlicePlan, compile_plan
 from tests.needs import needs_libtpu
 
 pytestmark = needs_libtpu
@@ -28,8 +28,8 @@ def few_layers() -> ModelConfig:
     )
 
 
-def made(topology: str, layout: str, step: str, **options: object) -> Plan:
-    return compile_plan(request(few_layers(), topology, layout, step, **options))
+def made(topology: str, layout: str, step: str, **options: object) -> SlicePlan:
+    return compile_plan(plan_request(few_layers(), topology, layout, step, **options))
 
 
 @pytest.mark.parametrize(

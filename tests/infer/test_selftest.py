@@ -17,19 +17,19 @@ from rich.console import Console
 
 from glm52_jax.kernels.topk.api import topk_mask
 from infer.selftest import command, report
-from infer.selftest.checks import FAIL, PASS, SKIP, Check, Found, Once, Wrong, run_check, run_sections
+from infer.selftest.checks import FAIL, PASS, SKIP, Check, CheckFailed, Passed, RunOnce, run_check, run_sections
 from infer.selftest.collectives import OPERATIONS, _stated, collectives
 from infer.selftest.environment import environment
 from infer.selftest.kernel_cases import CASES
 from infer.selftest.kernels import check_kernel, largest_difference, operations
 from infer.selftest.machine import Machine, memory_limit, shape_of
 from infer.selftest.real_width import choose_size
-from infer.selftest.report import Report
+from infer.selftest.report import SelftestReport
 from infer.selftest.tiny_model import same
-from infer.selftest.together import agreed
+from infer.selftest.together import agree_between_hosts
 from sharding import collectives as ours
 from sharding.compiler.chips import CHIPS
-from sharding.hosts.process_group import Hosts
+from sharding.hosts.process_group import ProcessGroup
 from sharding.layout import Layout
 
 SECTIONS = ["environment", "kernels", "collectives", "tiny model", "real width"]
@@ -95,7 +95,7 @@ def test_a_broken_kernel_fails_and_the_others_run(machine: Machine, tmp_path: Pa
         Check("right", check),
     ]
     path = tmp_path / "report.md"
-    made = command.run({"kernels": lambda: listed}, Report({}), path, Console(quiet=True))
+    made = command.run({"kernels": lambda: listed}, SelftestReport({}), path, Console(quiet=True))
     assert [outcome.status for outcome in made.outcomes] == [FAIL, FAIL, PASS]
     assert made.failed
     assert "largest difference 1.0e+00, bound 0.0e+00" in made.outcomes[0].figure
@@ -109,7 +109,7 @@ def test_a_broken_kernel_fails_and_the_others_run(machine: Machine, tmp_path: Pa
 @pytest.mark.parametrize("failing", [True, False])
 def test_the_exit_code_says_whether_any_failed(monkeypatch: pytest.MonkeyPatch, failing: bool) -> None:
     def checks() -> list[Check]:
-        return [Check("it", lambda: 1 / 0 if failing else Found("well"))]
+        return [Check("it", lambda: 1 / 0 if failing else Passed("well"))]
 
     monkeypatch.setattr(command, "sections", lambda machine: {"only": checks})
     with pytest.raises(SystemExit) as ended:
@@ -121,12 +121,12 @@ def test_a_section_that_cannot_list_its_checks_does_not_stop_the_rest() -> None:
     def absent() -> list[Check]:
         raise ModuleNotFoundError("No module named 'new_kernel'")
 
-    outcomes = list(run_sections({"a": absent, "b": lambda: [Check("it", lambda: Found("well"))]}))
+    outcomes = list(run_sections({"a": absent, "b": lambda: [Check("it", lambda: Passed("well"))]}))
     assert [outcome.status for outcome in outcomes] == [FAIL, PASS]
     assert "new_kernel" in outcomes[0].figure
 
 
-class TwoHosts(Hosts):
+class TwoHosts(ProcessGroup):
     """This host and one more, which failed what it is told to."""
 
     def __init__(self, failed: str, section: str = "it") -> None:
@@ -140,18 +140,18 @@ class TwoHosts(Hosts):
 
 
 def test_what_fails_on_another_host_fails() -> None:
-    listed = [Check(name, lambda: Found("well")) for name in "ab"]
-    outcomes = list(agreed(run_sections({"it": lambda: listed}), TwoHosts("b")))
+    listed = [Check(name, lambda: Passed("well")) for name in "ab"]
+    outcomes = list(agree_between_hosts(run_sections({"it": lambda: listed}), TwoHosts("b")))
     assert [outcome.status for outcome in outcomes] == [PASS, FAIL]
     assert outcomes[1].figure == "on process 1: ValueError: no"
     assert outcomes[1].traceback == "where"
     with pytest.raises(RuntimeError, match="out of step after a failure: it: a and other: a"):
-        list(agreed(run_sections({"it": lambda: listed}), TwoHosts("b", "other")))
+        list(agree_between_hosts(run_sections({"it": lambda: listed}), TwoHosts("b", "other")))
 
 
 def test_what_needs_a_failure_is_skipped() -> None:
-    made = Once("the step", lambda: 1 / 0)
-    outcomes = [run_check("section", Check(name, lambda: Found(str(made())))) for name in "ab"]
+    made = RunOnce("the step", lambda: 1 / 0)
+    outcomes = [run_check("section", Check(name, lambda: Passed(str(made())))) for name in "ab"]
     assert [outcome.status for outcome in outcomes] == [FAIL, SKIP]
     assert outcomes[1].figure == "needs the step, which failed"
 
@@ -166,7 +166,7 @@ def test_every_operation_and_collective_has_its_check() -> None:
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize("name", ["index_topk", "closed_up", "last_of_best", "choose_experts", "block_matmul"])
+@pytest.mark.parametrize("name", ["index_topk", "compact", "kth_best", "choose_experts", "block_matmul"])
 def test_kernels_for_tpus_pass_the_checks_that_they_will_meet(machine: Machine, name: str) -> None:
     """On a TPU these checks are the first to run a kernel beside its reference; here it is interpreted."""
 
@@ -219,7 +219,7 @@ def test_a_nan_or_an_infinity_is_no_small_difference() -> None:
 
 def test_tokens_that_part_are_named() -> None:
     assert same([[1, 2]], [[1, 2]]).figure == "2 tokens equal to one device's"
-    with pytest.raises(Wrong, match="3 of 4 tokens equal to one device's, prompt 2 is the first that differs"):
+    with pytest.raises(CheckFailed, match="3 of 4 tokens equal to one device's, prompt 2 is the first that differs"):
         same([[1, 2], [3, 5]], [[1, 2], [3, 4]])
 
 
@@ -310,7 +310,7 @@ def test_real_widths_are_as_large_as_the_memory_allows() -> None:
     size = choose_size(made)
     assert size.config.n_routed_experts == 256
     assert size.layout is layout
-    assert size.account.total < 0.6 * CHIPS["v5e"].hbm_bytes
+    assert size.memory_breakdown.total < 0.6 * CHIPS["v5e"].hbm_bytes
     alone = Layout()
     one = choose_size(Machine(alone, Mesh([Device("TPU v5 lite", (0, 0, 0))], alone)))
     assert 8 <= one.config.n_routed_experts < 40

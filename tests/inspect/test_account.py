@@ -6,13 +6,13 @@ import pytest
 
 from glm52_jax.config import BUILT_IN, QuantizationConfig
 from glm52_jax.inspect.account import (
-    account,
     all_full,
     cache_bytes,
     flops_per_token,
     index_key_bytes,
     latent_row_bytes,
     layer_plan,
+    model_breakdown,
     parameter_counts,
     published,
 )
@@ -141,7 +141,7 @@ def test_flops_ratio():
 
 
 def test_json_keys_are_stable():
-    report = account(GLM52, "glm-5.2").as_json()
+    report = model_breakdown(GLM52, "glm-5.2").as_json()
     parts = {
         "embedding",
         "norms",

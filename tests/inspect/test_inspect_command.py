@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from glm52_jax.config import BUILT_IN
 from glm52_jax.inputs.lengths import parse_length, short_length
 from glm52_jax.inspect import report
-from glm52_jax.inspect.account import account
+from glm52_jax.inspect.account import model_breakdown
 from glm52_jax.inspect.command import inspect
 from glm52_jax.params.spec import published_tensors
 from sharding.errors import InputError
@@ -78,7 +78,7 @@ def test_json():
     assert found["published_tensors"] == 59_585
     assert found["files"] is None
     assert "operators" not in found
-    assert found == account(BUILT_IN["glm-5.2"], "glm-5.2").as_json() | {"notes": [], "files": None}
+    assert found == model_breakdown(BUILT_IN["glm-5.2"], "glm-5.2").as_json() | {"notes": [], "files": None}
 
 
 def test_json_with_operators():
@@ -107,7 +107,7 @@ def test_a_config_alone(folder):
     assert "no safetensors" in run(folder)
     found = json.loads(run(folder, "--json"))
     assert found["files"] is None
-    assert found["published_tensors"] == account(TINY, "").published.tensors
+    assert found["published_tensors"] == model_breakdown(TINY, "").published.tensors
     assert json.loads(run(folder / "config.json", "--json"))["parameters"] == found["parameters"]
 
 
@@ -127,9 +127,9 @@ def test_a_folder_with_all_tensors(folder):
 
 def test_a_folder_as_the_writer_makes_it(tmp_path):
     from glm52_jax.checkpoint.export.write import write_checkpoint
-    from glm52_jax.params.init import build
+    from glm52_jax.params.init import build_tree
 
-    params = build(TINY, lambda p: None if p.optional else np.zeros(p.stacked_shape(TINY), np.float32))
+    params = build_tree(TINY, lambda p: None if p.optional else np.zeros(p.stacked_shape(TINY), np.float32))
     write_checkpoint(tmp_path / "tiny", TINY, params, shard_bytes=500_000)
     found = json.loads(run(tmp_path / "tiny", "--json"))
     assert found["files"]["tensors"] == found["published_tensors"] == 440

@@ -12,7 +12,7 @@ from glm52_jax.config import BUILT_IN
 from glm52_jax.inspect.account import all_full, flops_per_token
 from glm52_jax.inspect.operators import (
     LAYER,
-    Step,
+    StepShape,
     experts_read,
     layer_cost,
     layer_operators,
@@ -41,10 +41,10 @@ def test_every_weight_of_a_layer_is_in_one_operator(config):
 @pytest.mark.parametrize("config", [GLM52, FP8, all_full(GLM52)])
 def test_operators_add_up_to_the_account(config, context):
     """Layer by layer, without the shortcut of `step_cost` that counts one layer of each kind."""
-    layers = sum(layer_cost(config, layer, Step(1, context)).flops for layer in range(78))
+    layers = sum(layer_cost(config, layer, StepShape(1, context)).flops for layer in range(78))
     final_norm_and_head = 2 * (6144 + 154_880 * 6144)
     assert layers + final_norm_and_head == flops_per_token(config, context).total
-    assert step_cost(config, Step(1, context)).flops == flops_per_token(config, context).total
+    assert step_cost(config, StepShape(1, context)).flops == flops_per_token(config, context).total
 
 
 def test_decode_from_raw_numbers():
@@ -68,21 +68,21 @@ def test_decode_from_raw_numbers():
         "routed experts": (2 * 8 * 3 * 2048 * 6144 * batch, round(2 * 3 * 2048 * 6144 * 256 * (1 - (31 / 32) ** 4))),
         "shared expert": (2 * 3 * 2048 * 6144 * batch, 2 * 3 * 2048 * 6144),
     }
-    full = {row.name: (row.flops, row.bytes) for row in layer_operators(GLM52, 6, Step(batch, context))}
+    full = {row.name: (row.flops, row.bytes) for row in layer_operators(GLM52, 6, StepShape(batch, context))}
     assert full == expected
-    shared = {row.name: (row.flops, row.bytes) for row in layer_operators(GLM52, 3, Step(batch, context))}
+    shared = {row.name: (row.flops, row.bytes) for row in layer_operators(GLM52, 3, StepShape(batch, context))}
     indexer = {"index q", "index k", "index weights", "index scores", "top-k"}
     assert shared == {name: row for name, row in expected.items() if name not in indexer}
 
 
 def test_a_dense_layer():
-    rows = {row.name: row for row in layer_operators(GLM52, 0, Step(1, 4096))}
+    rows = {row.name: row for row in layer_operators(GLM52, 0, StepShape(1, 4096))}
     assert rows["dense MLP"].flops == 2 * 3 * 12_288 * 6144
     assert not {"router", "routed experts", "shared expert"} & set(rows)
 
 
 def test_fp8_weights_are_read_as_codes_and_scales():
-    rows = {row.name: row.bytes for row in layer_operators(FP8, 6, Step(1, 4096))}
+    rows = {row.name: row.bytes for row in layer_operators(FP8, 6, StepShape(1, 4096))}
     assert rows["q_a"] == 2048 * 6144 + 4 * 16 * 48
     assert rows["kv_a"] == 576 * 6144 + 4 * 5 * 48
     assert rows["routed experts"] == 8 * 3 * (2048 * 6144 + 4 * 16 * 48)
@@ -95,7 +95,7 @@ def test_fp8_weights_are_read_as_codes_and_scales():
 
 @given(st.integers(1, 3), st.integers(1, 40), st.integers(0, 40), st.integers(1, 50))
 def test_pairs_of_queries_and_positions(batch, tokens, before, topk):
-    step = Step(batch, before + tokens, tokens)
+    step = StepShape(batch, before + tokens, tokens)
     seen = [before + i + 1 for i in range(tokens)]
     assert step.visible == batch * sum(seen)
     assert step.attended(topk) == batch * sum(min(topk, n) for n in seen)
@@ -104,8 +104,8 @@ def test_pairs_of_queries_and_positions(batch, tokens, before, topk):
 def test_a_prefill_in_chunks_does_the_work_of_one():
     """Chunks change what is read again, not what is computed; the head runs once a step."""
     config = TINY
-    whole = layer_cost(config, 6, Step(2, 96, 96)).flops
-    chunks = sum(layer_cost(config, 6, Step(2, end, 32)).flops for end in (32, 64, 96))
+    whole = layer_cost(config, 6, StepShape(2, 96, 96)).flops
+    chunks = sum(layer_cost(config, 6, StepShape(2, end, 32)).flops for end in (32, 64, 96))
     assert whole == chunks
 
 
@@ -118,21 +118,21 @@ def test_experts_read():
 def test_what_sharing_saves():
     """All of it grows with the context; of the bytes it is a small part at batch one and much at a large batch."""
     for batch in (1, 16, 256):
-        gains = [saved(GLM52, Step(batch, context)) for context in (8 * KILO, 32 * KILO, 128 * KILO, MEGA)]
+        gains = [saved(GLM52, StepShape(batch, context)) for context in (8 * KILO, 32 * KILO, 128 * KILO, MEGA)]
         for shorter, longer in itertools.pairwise(gains):
             assert longer.flops > shorter.flops
             assert longer.bytes > shorter.bytes
-    assert saved(GLM52, Step(1, MEGA)).flops == pytest.approx(1 - 1 / flops_per_token(GLM52, MEGA).ratio)
+    assert saved(GLM52, StepShape(1, MEGA)).flops == pytest.approx(1 - 1 / flops_per_token(GLM52, MEGA).ratio)
     # Short contexts: the indexer's weights are read once a step, whatever the batch, and the experts are not.
-    assert saved(GLM52, Step(16, 2 * KILO)).bytes < saved(GLM52, Step(1, 2 * KILO)).bytes
+    assert saved(GLM52, StepShape(16, 2 * KILO)).bytes < saved(GLM52, StepShape(1, 2 * KILO)).bytes
     # Long ones: the keys are read for each sequence.
-    assert saved(GLM52, Step(256, MEGA)).bytes > saved(GLM52, Step(1, MEGA)).bytes
-    nothing = saved(BUILT_IN["glm-5"], Step(1, 128 * KILO))
+    assert saved(GLM52, StepShape(256, MEGA)).bytes > saved(GLM52, StepShape(1, MEGA)).bytes
+    nothing = saved(BUILT_IN["glm-5"], StepShape(1, 128 * KILO))
     assert (nothing.flops, nothing.bytes) == (0, 0)
 
 
 def test_a_shared_layer_against_a_full_one():
-    step = Step(1, 128 * KILO)
+    step = StepShape(1, 128 * KILO)
     rows = layer_operators(GLM52, 6, step)
     index = sum(row.flops for row in rows if row.name.startswith("index"))
     assert saved_layer(GLM52, 3, step).flops == pytest.approx(index / sum(row.flops for row in rows))
@@ -155,7 +155,7 @@ def test_typical_layer():
 )
 def test_sizes_that_make_no_step_are_refused(sizes, message):
     with pytest.raises(InputError, match=f"^{message}$"):
-        Step(*sizes)
+        StepShape(*sizes)
 
 
 def test_json_keys_are_stable():

@@ -17,7 +17,7 @@ def compiled(function: Any, arguments: Any, chip: str, donate: tuple[int, ...] =
     """
     __tracebackhide__ = True
     needs.package("libtpu")
-    placed = one_device(chip)
-    whole = NamedSharding(placed.mesh, PartitionSpec())
+    device_put_args = one_device(chip)
+    whole = NamedSharding(device_put_args.mesh, PartitionSpec())
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), tuple(arguments))
-    return compile_for(function, shapes, placed, donate=donate)
+    return compile_for(function, shapes, device_put_args, donate=donate)

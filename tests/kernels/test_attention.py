@@ -78,7 +78,7 @@ def test_attention_to_the_selected_rows(form: str, backend: str) -> None:
 @pytest.mark.parametrize("poison", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("form", ["indices", "mask"])
 def test_unused_entries_read_nothing(form: str, poison: float) -> None:
-    """B07: rows that are never selected, where -1 might point included, change neither outputs nor gradients."""
+    """Rows that are never selected, where -1 might point included, change neither outputs nor gradients."""
     s = setting()
     s["mask"][0] = s["mask"][1] = False
     s["mask"][:, 1:, 3:5] = s["mask"][:, 3, 7] = True

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm52_jax.kernels.block_matmul import blocks
+from glm52_jax.kernels.block_matmul import tile_sizes
 from glm52_jax.kernels.block_matmul.api import block_matmul
 from glm52_jax.params.quantization import FLOAT8, BlockQuantized, dequantize_blocks, quantize_blocks
 from tests.kernels.compiling import compiled
@@ -25,7 +25,9 @@ def stack(
     stored, scales = (np.stack(part) for part in zip(*pairs, strict=True))
     stored, scales = stored.reshape(weights.shape), scales.reshape(*weights.shape[:-2], *scales.shape[-2:])
     # The view says nothing here: heads for instance.
-    held = BlockQuantized(jnp.asarray(stored), jnp.asarray(scales), view=(shape[-2], 1, shape[-1]), block=block)
+    held = BlockQuantized(
+        jnp.asarray(stored), jnp.asarray(scales), logical_shape=(shape[-2], 1, shape[-1]), block=block
+    )
     return held, dequantize_blocks(stored, scales, block)
 
 
@@ -80,7 +82,7 @@ def test_every_code() -> None:
     """All 254 numbers of FP8; those below the least normal one, 2 ** -6, may count as zero, as `product` says."""
     codes = np.tile(np.setdiff1d(np.arange(256), [0x7F, 0xFF]).astype(np.uint8), 130)[: 128 * 256]
     values = codes.view(FLOAT8).reshape(1, 256, 128)
-    weight = BlockQuantized(jnp.asarray(values), jnp.ones((1, 2, 1), jnp.float32), view=(256, 128))
+    weight = BlockQuantized(jnp.asarray(values), jnp.ones((1, 2, 1), jnp.float32), logical_shape=(256, 128))
     got = block_matmul(jnp.eye(128, dtype=jnp.bfloat16), weight, 0, backend="interpret:v5p", dtype=jnp.float32)
     expected = values[0].astype(np.float32).T
     normal = np.abs(expected) >= 2.0**-6
@@ -107,7 +109,7 @@ def test_a_column_that_overflows_leaves_its_neighbours(dtype) -> None:
     codes[:, [3, 64, 131], 1] = 448, 448, -448
     x = np.zeros((3, 128), np.float32)
     x[:, 0], x[0, 1], x[1, 1] = 1, 2.0**60, -(2.0**60)  # 448 x 2 ** 124 is too large
-    weight = BlockQuantized(jnp.asarray(codes, FLOAT8), jnp.asarray(scales), view=(256, 1, 128))
+    weight = BlockQuantized(jnp.asarray(codes, FLOAT8), jnp.asarray(scales), logical_shape=(256, 1, 128))
     got = np.asarray(run("interpret:v5p", dtype)(x.astype(jnp.bfloat16), weight, 0), np.float32)
     expected = np.asarray(run("reference", dtype)(x.astype(jnp.bfloat16), weight, 0), np.float32)
     assert np.isposinf(got[0, [3, 64]]).all()
@@ -116,7 +118,7 @@ def test_a_column_that_overflows_leaves_its_neighbours(dtype) -> None:
     np.testing.assert_array_equal(np.isfinite(got), np.isfinite(expected))
     np.testing.assert_allclose(got[np.isfinite(got)], expected[np.isfinite(got)], rtol=1e-2)
     scales[0, 1] = np.nan
-    weight = BlockQuantized(weight.codes, jnp.asarray(scales), view=(256, 1, 128))
+    weight = BlockQuantized(weight.codes, jnp.asarray(scales), logical_shape=(256, 1, 128))
     lost = np.isnan(np.asarray(run("interpret:v6e", dtype)(x.astype(jnp.bfloat16), weight, 0), np.float32))
     assert lost[:, 128:].all()
     assert not lost[:, :128].any()  # the other block of a product of 256
@@ -134,7 +136,7 @@ def shapes(rows: int, shape: tuple[int, ...], quantised: bool):
     if quantised:
         grid = -(-shape[-2] // 128), -(-shape[-1] // 128)
         scales = make((3, *shape[:-2], *grid), jnp.float32)
-        weight = BlockQuantized(make((3, *shape), FLOAT8), scales, view=shape[-2:])
+        weight = BlockQuantized(make((3, *shape), FLOAT8), scales, logical_shape=shape[-2:])
     return make((rows, shape[-1]), jnp.bfloat16), weight, make((), jnp.int32)
 
 
@@ -158,7 +160,7 @@ def test_compiles(chip: str, rows: int, shape: tuple[int, ...], quantised: bool)
 
 def test_costs_are_those_of_the_plain_form() -> None:
     x, weight, layer = shapes(64, (2048, 6144), False)
-    cost = blocks.cost(64, weight, x.dtype, x.dtype)
+    cost = tile_sizes.cost(64, weight, x.dtype, x.dtype)
     plain = jax.jit(functools.partial(block_matmul, backend="reference")).lower(x, weight, layer).compile()
     assert cost.flops == pytest.approx(plain.cost_analysis()["flops"], rel=0.05)
     assert cost.bytes_accessed == 2 * (2048 * 6144 + 64 * (2048 + 6144))

@@ -11,16 +11,16 @@ import pytest
 
 from glm52_jax.cache.paged_cache import PAGE_SIZE
 from glm52_jax.kernels import Target
-from glm52_jax.kernels.cache_write import blocks as cache_write
-from glm52_jax.kernels.experts import blocks as experts
-from glm52_jax.kernels.index_scores import blocks as index_scores
-from glm52_jax.kernels.index_topk import blocks as index_topk
+from glm52_jax.kernels.cache_write import tile_sizes as cache_write
+from glm52_jax.kernels.experts import tile_sizes as experts
+from glm52_jax.kernels.index_scores import tile_sizes as index_scores
+from glm52_jax.kernels.index_topk import tile_sizes as index_topk
 from glm52_jax.kernels.lib.pallas import LANES, SUBLANES
-from glm52_jax.kernels.masked_attention import blocks as masked_attention
-from glm52_jax.kernels.router import blocks as router
-from glm52_jax.kernels.sparse_mla import blocks as gathered
-from glm52_jax.kernels.sparse_mla import dense_blocks
-from glm52_jax.kernels.topk.blocks import REGISTER, choose
+from glm52_jax.kernels.masked_attention import tile_sizes as masked_attention
+from glm52_jax.kernels.router import tile_sizes as router
+from glm52_jax.kernels.sparse_mla import dense_tile_sizes
+from glm52_jax.kernels.sparse_mla import tile_sizes as gathered
+from glm52_jax.kernels.topk.tile_sizes import REGISTER, choose
 from sharding.compiler.chips import CHIPS
 
 TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 64, 100, 127, 512, 960, 1000, 4096)
@@ -47,8 +47,8 @@ def test_dense_blocks_are_whole_lanes(page: int) -> None:
             continue
         for heads in (1, 8, 64):
             for batch in (1, 8):
-                blocks = dense_blocks.choose(target, tokens, heads, batch, page * table)
-                pages = dense_blocks.pages_of(target, blocks, table, page)
+                blocks = dense_tile_sizes.choose(target, tokens, heads, batch, page * table)
+                pages = dense_tile_sizes.pages_of(target, blocks, table, page)
                 assert pages * page % LANES == 0
                 assert pages * page < table * page + math.lcm(page, LANES)
                 assert pages * page <= max(blocks.keys, math.lcm(page, LANES))
@@ -57,10 +57,10 @@ def test_dense_blocks_are_whole_lanes(page: int) -> None:
 
 
 def test_interpreted_blocks_are_whole_pages() -> None:
-    blocks = dense_blocks.DenseBlocks(1, 8, 8, 8)
+    blocks = dense_tile_sizes.DenseTileSizes(1, 8, 8, 8)
     for page in range(1, 12):
         for table in range(1, 12):
-            assert dense_blocks.pages_of(Target(CHIPS["v5p"], True), blocks, table, page) == max(
+            assert dense_tile_sizes.pages_of(Target(CHIPS["v5p"], True), blocks, table, page) == max(
                 1, min(8 // page, table)
             )
 

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm52_jax.cache.pages import context_rows, gather_rows, slots
+from glm52_jax.cache.pages import context_rows, gather_rows, slots_of
 from glm52_jax.kernels import PORTABLE
 from glm52_jax.kernels.cache_write.api import write_rows
 
 LAYERS, BATCH, CAPACITY, WIDTH = 2, 2, 24, 3
 WRITE = {b: jax.jit(lambda *a, b=b: write_rows(*a, backend=b), donate_argnums=0) for b in PORTABLE}
-GATHER, CONTEXT, SLOTS = jax.jit(gather_rows), jax.jit(context_rows), jax.jit(slots, static_argnums=(2, 3))
+GATHER, CONTEXT, SLOTS = jax.jit(gather_rows), jax.jit(context_rows), jax.jit(slots_of, static_argnums=(2, 3))
 
 
 @st.composite

@@ -9,10 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm52_jax.cache.row_formats import GroupRows, LaneRows, PlainRows, RowFormat, TensorRows, parts_of, stack_of
+from glm52_jax.cache.row_formats import (
+    GroupScaledFormat,
+    LanePaddedFormat,
+    RowFormat,
+    TensorScaledFormat,
+    UnquantizedFormat,
+    empty_stack,
+    parts_of,
+)
 from glm52_jax.kernels.cache_write.api import write_rows
-from glm52_jax.kernels.cache_write.blocks import choose, cost
-from glm52_jax.kernels.cache_write.new_rows import KeyMaking, LatentMaking, Making
+from glm52_jax.kernels.cache_write.new_rows import IndexKeyTransform, LatentRowTransform, RowTransform
+from glm52_jax.kernels.cache_write.tile_sizes import choose, cost
 from glm52_jax.kernels.lib.layers import Rotary
 from sharding.compiler.chips import CHIPS
 from tests.kernels.compiling import compiled
@@ -20,30 +28,37 @@ from tests.kernels.quickly import quickly
 
 RANK, ROPE = 8, 4
 LATENT: dict[str, RowFormat] = {
-    "plain": PlainRows(RANK + ROPE, jnp.dtype(jnp.bfloat16)),
-    "float32": PlainRows(RANK + ROPE, jnp.dtype(jnp.float32)),
-    "lanes": PlainRows(RANK + ROPE, jnp.dtype(jnp.bfloat16), 16),
-    "groups": GroupRows(RANK, ROPE, jnp.dtype(jnp.bfloat16), 4),
-    "groups in lanes": LaneRows(RANK, ROPE, jnp.dtype(jnp.bfloat16), 4, lanes=8),
-    "tensor": TensorRows(RANK + ROPE, (0.5, 0.01), 16),
+    "plain": UnquantizedFormat(RANK + ROPE, jnp.dtype(jnp.bfloat16)),
+    "float32": UnquantizedFormat(RANK + ROPE, jnp.dtype(jnp.float32)),
+    "lanes": UnquantizedFormat(RANK + ROPE, jnp.dtype(jnp.bfloat16), 16),
+    "groups": GroupScaledFormat(RANK, ROPE, jnp.dtype(jnp.bfloat16), 4),
+    "groups in lanes": LanePaddedFormat(RANK, ROPE, jnp.dtype(jnp.bfloat16), 4, lanes=8),
+    "tensor": TensorScaledFormat(RANK + ROPE, (0.5, 0.01), 16),
 }
 KEYS: dict[str, RowFormat] = {
-    "plain": PlainRows(RANK, jnp.dtype(jnp.bfloat16)),
-    "padded": PlainRows(RANK, jnp.dtype(jnp.bfloat16), 16),
-    "fp8": LaneRows(RANK, 0, jnp.dtype(jnp.bfloat16), RANK, lanes=8),
-    "fp8_rotated": LaneRows(RANK, 0, jnp.dtype(jnp.bfloat16), RANK, rotated=True, lanes=8),
+    "plain": UnquantizedFormat(RANK, jnp.dtype(jnp.bfloat16)),
+    "padded": UnquantizedFormat(RANK, jnp.dtype(jnp.bfloat16), 16),
+    "fp8": LanePaddedFormat(RANK, 0, jnp.dtype(jnp.bfloat16), RANK, lanes=8),
+    "fp8_rotated": LanePaddedFormat(RANK, 0, jnp.dtype(jnp.bfloat16), RANK, rotated=True, lanes=8),
 }
 
 
-def latent_making(positions: np.ndarray, generator: np.random.Generator, *, interleave: bool) -> LatentMaking:
+def latent_making(positions: np.ndarray, generator: np.random.Generator, *, interleave: bool) -> LatentRowTransform:
     norm = jnp.asarray(generator.standard_normal(RANK), jnp.float32)
-    return LatentMaking(norm, Rotary.at(jnp.asarray(positions), ROPE, 1e4), 1e-5, interleave)
+    return LatentRowTransform(norm, Rotary.at(jnp.asarray(positions), ROPE, 1e4), 1e-5, interleave)
 
 
-def key_making(positions: np.ndarray, generator: np.random.Generator, form: RowFormat) -> KeyMaking:
+def key_making(positions: np.ndarray, generator: np.random.Generator, form: RowFormat) -> IndexKeyTransform:
     norm, bias = (jnp.asarray(generator.standard_normal(RANK), jnp.float32) for _ in range(2))
-    turned = isinstance(form, GroupRows) and form.rotated
-    return KeyMaking(norm, bias, Rotary.at(jnp.asarray(positions), ROPE, 1e4), 1e-6, interleave=True, turned=turned)
+    hadamard_rotated = isinstance(form, GroupScaledFormat) and form.rotated
+    return IndexKeyTransform(
+        norm,
+        bias,
+        Rotary.at(jnp.asarray(positions), ROPE, 1e4),
+        1e-6,
+        interleave=True,
+        hadamard_rotated=hadamard_rotated,
+    )
 
 
 def chunk(batch: int, tokens: int, capacity: int, generator: np.random.Generator) -> np.ndarray:
@@ -68,7 +83,7 @@ def same(got: jax.Array, expected: jax.Array) -> None:
 
 def both(
     form: RowFormat,
-    making: Making | None,
+    transform: RowTransform | None,
     values: np.ndarray,
     positions: np.ndarray,
     page_size: int,
@@ -84,9 +99,13 @@ def both(
     pool = pool or batch * pages + 1
     order = generator.permutation(pool)
     table = np.array(order[: batch * pages].reshape(batch, pages) if table is None else table, np.int32)
-    stack = jax.tree.map(lambda part: jnp.full(part.shape, jnp.nan, part.dtype), stack_of(form, (3, pool, page_size)))
+    stack = jax.tree.map(
+        lambda part: jnp.full(part.shape, jnp.nan, part.dtype), empty_stack(form, (3, pool, page_size))
+    )
     run = jax.jit(write_rows, static_argnames="backend")
-    got, expected = (run(stack, 1, values, table, positions, making=making, backend=b) for b in (backend, "reference"))
+    got, expected = (
+        run(stack, 1, values, table, positions, transform=transform, backend=b) for b in (backend, "reference")
+    )
     jax.tree.map(same, got, expected)
     unwritten = np.asarray(parts_of(got)[next(iter(parts_of(got)))][::2]).astype(np.float32)
     assert np.isnan(unwritten).all()  # the layers before and after are left alone
@@ -108,9 +127,9 @@ def test_latent_rows(name: str, page_size: int, tokens: int, batch: int, seed: i
     positions = chunk(batch, tokens, 40, generator)
     values = generator.standard_normal((batch, tokens, RANK + ROPE)).astype(np.float32)
     values[positions < 0] = np.nan  # what padding holds must not matter
-    making = None if make is None else latent_making(positions, generator, interleave=make)
+    transform = None if make is None else latent_making(positions, generator, interleave=make)
     dtype = jnp.float32 if name == "float32" else jnp.bfloat16
-    both(LATENT[name], making, jnp.asarray(values, dtype), positions, page_size, generator)
+    both(LATENT[name], transform, jnp.asarray(values, dtype), positions, page_size, generator)
 
 
 @pytest.mark.quick(1)
@@ -121,8 +140,8 @@ def test_index_keys(name: str) -> None:
         positions = chunk(3, tokens, 30, generator)
         values = generator.standard_normal((3, tokens, RANK)).astype(np.float32)
         values[positions < 0] = np.inf
-        making = key_making(positions, generator, KEYS[name])
-        both(KEYS[name], making, jnp.asarray(values), positions, page_size, generator)
+        transform = key_making(positions, generator, KEYS[name])
+        both(KEYS[name], transform, jnp.asarray(values), positions, page_size, generator)
 
 
 def test_steps_of_a_long_chunk() -> None:
@@ -178,23 +197,23 @@ def test_pages_of_another_device_are_left_out() -> None:
 def test_compiles_in_place(chip: str) -> None:
     bf16 = jnp.dtype(jnp.bfloat16)
     formats = {
-        "bf16": PlainRows(576, bf16, 128),
-        "groups": LaneRows(512, 64, bf16, lanes=128),
-        "tensor": TensorRows(576, (1.0,) * 4, 128),
+        "bf16": UnquantizedFormat(576, bf16, 128),
+        "groups": LanePaddedFormat(512, 64, bf16, lanes=128),
+        "tensor": TensorScaledFormat(576, (1.0,) * 4, 128),
     }
     for (batch, tokens), form in (((64, 1), "bf16"), ((8, 6), "groups"), ((1, 2048), "groups"), ((8, 1), "tensor")):
-        stack = jax.eval_shape(functools.partial(stack_of, formats[form], (4, 2048, 64)))
+        stack = jax.eval_shape(functools.partial(empty_stack, formats[form], (4, 2048, 64)))
         positions = jax.ShapeDtypeStruct((batch, tokens), jnp.int32)
         rotary = jax.eval_shape(lambda p: Rotary.at(p, 64, 1e6), positions)
-        making = LatentMaking(jax.ShapeDtypeStruct((512,), bf16), rotary, 1e-5, interleave=True)
+        transform = LatentRowTransform(jax.ShapeDtypeStruct((512,), bf16), rotary, 1e-5, interleave=True)
 
-        def run(stack, layer, values, table, positions, making):
-            return write_rows(stack, layer, values, table, positions, making=making, backend=f"tpu:{chip}")
+        def run(stack, layer, values, table, positions, transform):
+            return write_rows(stack, layer, values, table, positions, transform=transform, backend=f"tpu:{chip}")
 
         values = jax.ShapeDtypeStruct((batch, tokens, 576), bf16)
         table = jax.ShapeDtypeStruct((batch, 32), jnp.int32)
         layer = jax.ShapeDtypeStruct((), jnp.int32)
-        step = compiled(run, (stack, layer, values, table, positions, making), chip, donate=(0,))
+        step = compiled(run, (stack, layer, values, table, positions, transform), chip, donate=(0,))
         assert [kernel.name for kernel in step.program.kernels] == ["cache_write"]
         # Values may come in another layout here, where nothing made them; a layer's rows are 32 MiB and more.
         assert all(copy.bytes < 2**23 for copy in step.program.copies), form

@@ -12,20 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm52_jax.cache.row_formats import (
-    GroupRows,
-    LaneRows,
-    PackedRows,
-    PlainRows,
+    GroupScaledFormat,
+    LanePaddedFormat,
+    PackedStack,
     RowFormat,
-    TensorRows,
-    encode,
+    TensorScaledFormat,
+    UnquantizedFormat,
+    empty_stack,
+    encode_rows,
     parts_of,
-    stack_of,
 )
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.lib.selection import Selection
-from glm52_jax.kernels.sparse_mla import dense, dense_blocks
-from glm52_jax.kernels.sparse_mla.dense_blocks import DenseBlocks, choose, cost
+from glm52_jax.kernels.sparse_mla import dense, dense_tile_sizes
+from glm52_jax.kernels.sparse_mla.dense_tile_sizes import DenseTileSizes, choose, cost
 from glm52_jax.kernels.sparse_mla.reference import sparse_mla_reference
 from sharding.compiler.chips import CHIPS
 from tests.kernels.compiling import compiled
@@ -34,18 +34,18 @@ from tests.kernels.quickly import quickly
 RANK, WIDTH, SCALE = 6, 10, 0.3
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 FORMATS: dict[str, RowFormat] = {
-    "plain": PlainRows(WIDTH, F32),
-    "lanes": PlainRows(WIDTH, BF16, 16),
-    "groups": GroupRows(RANK, WIDTH - RANK, BF16, 4),
-    "groups in lanes": LaneRows(RANK, WIDTH - RANK, BF16, 4, lanes=8),
-    "tensor": TensorRows(WIDTH, (0.3, 0.02), 16),
+    "plain": UnquantizedFormat(WIDTH, F32),
+    "lanes": UnquantizedFormat(WIDTH, BF16, 16),
+    "groups": GroupScaledFormat(RANK, WIDTH - RANK, BF16, 4),
+    "groups in lanes": LanePaddedFormat(RANK, WIDTH - RANK, BF16, 4, lanes=8),
+    "tensor": TensorScaledFormat(WIDTH, (0.3, 0.02), 16),
 }
 
 
 LANE_FORMATS: dict[str, RowFormat] = {
-    "bf16": PlainRows(576, BF16, 128),
-    "groups": LaneRows(512, 64, BF16, lanes=128),
-    "tensor": TensorRows(576, (1.0,) * 4, 128),
+    "bf16": UnquantizedFormat(576, BF16, 128),
+    "groups": LanePaddedFormat(512, 64, BF16, lanes=128),
+    "tensor": TensorScaledFormat(576, (1.0,) * 4, 128),
 }
 
 
@@ -54,7 +54,7 @@ def on_a_device(form: RowFormat, batch: int, tokens: int, heads: int, pages: int
     make = jax.ShapeDtypeStruct
     return (
         make((batch, tokens, heads, 576), BF16),
-        jax.eval_shape(functools.partial(stack_of, form, (4, batch * pages, 64))),
+        jax.eval_shape(functools.partial(empty_stack, form, (4, batch * pages, 64))),
         make((), jnp.int32),
         make((batch, pages), jnp.int32),
         make((batch, tokens), jnp.int32),
@@ -84,13 +84,13 @@ def setting(
         for place in range(lengths[row]):
             written[1, table[row, place // page], place % page] = True
     values = jnp.asarray(generator.standard_normal((2, count, page, WIDTH)), jnp.float32)
-    stack = stack_of(form, (2, count, page))
+    stack = empty_stack(form, (2, count, page))
     poison = jnp.asarray(generator.choice([np.nan, np.inf], (2, count, page, 1)))
     parts = {
         name: jnp.where(written[..., None], part, poison.astype(part.dtype))
-        for name, part in encode(stack, values, 1).items()
+        for name, part in encode_rows(stack, values, 1).items()
     }
-    stack = PackedRows(parts, form) if isinstance(stack, PackedRows) else parts["values"]
+    stack = PackedStack(parts, form) if isinstance(stack, PackedStack) else parts["values"]
     mask = generator.random((batch, tokens, pages * page)) < 0.4
     mask &= np.arange(pages * page) <= positions[..., None]
     mask[0, -1] = False
@@ -103,8 +103,8 @@ def plain(queries, latent, layer, table, positions, mask):
     return sparse_mla_reference(queries, latent, layer, table, positions, Selection(mask=mask), SCALE, RANK)
 
 
-def ours(*operands, backend: str = "interpret", blocks: DenseBlocks | None = None):
-    return dense.attend(*operands, SCALE, RANK, target=Target.of(backend), blocks=blocks)
+def ours(*operands, backend: str = "interpret", blocks: DenseTileSizes | None = None):
+    return dense.dense_forward(*operands, SCALE, RANK, target=Target.of(backend), blocks=blocks)
 
 
 def same(got, expected, atol: float = 2e-6) -> None:
@@ -121,14 +121,16 @@ def same(got, expected, atol: float = 2e-6) -> None:
 @pytest.mark.parametrize("name", quickly(FORMATS, *list(FORMATS)[::2]))
 def test_equals_the_reference_in_every_format(name: str) -> None:
     operands = setting(FORMATS[name], 2, 3, 4, 5)
-    same(jax.jit(functools.partial(ours, blocks=DenseBlocks(3, 8, 9, 8)))(*operands), plain(*operands))
+    same(jax.jit(functools.partial(ours, blocks=DenseTileSizes(3, 8, 9, 8)))(*operands), plain(*operands))
 
 
 @pytest.mark.slow
 def test_bfloat16_queries_in_parts() -> None:
     """Several tiles, blocks, and parts of queries and of keys, whole lanes wide as on a TPU."""
     operands = setting(FORMATS["lanes"], 1, 5, 64, 6, heads=16, dtype="bfloat16")
-    same(jax.jit(functools.partial(ours, blocks=DenseBlocks(4, 256, 32, 128)))(*operands), plain(*operands), atol=2e-2)
+    same(
+        jax.jit(functools.partial(ours, blocks=DenseTileSizes(4, 256, 32, 128)))(*operands), plain(*operands), atol=2e-2
+    )
 
 
 @pytest.mark.slow
@@ -139,7 +141,7 @@ def test_odd_shapes(data: st.DataObject) -> None:
     tokens, page = draw(1, 4), draw(1, 4)
     pages = -(-tokens // page) + draw(0, 4)
     operands = setting(FORMATS["plain"], draw(1, 3), tokens, page, pages, heads=draw(1, 3), seed=draw(0, 9))
-    blocks = DenseBlocks(draw(1, 2), draw(1, 2) * page, 2, 64)
+    blocks = DenseTileSizes(draw(1, 2), draw(1, 2) * page, 2, 64)
     same(jax.jit(functools.partial(ours, blocks=blocks))(*operands), plain(*operands))
 
 
@@ -154,7 +156,7 @@ def test_odd_shapes(data: st.DataObject) -> None:
 )
 def test_blocks_longer_than_the_sequence(monkeypatch, name: str, pages: int, block: int) -> None:
     """Whole lanes of a short or odd number of pages reach past the last page: its neighbours' rows are not read."""
-    monkeypatch.setattr(dense_blocks, "pages_of", lambda *_: block)
+    monkeypatch.setattr(dense_tile_sizes, "pages_of", lambda *_: block)
     operands = setting(FORMATS[name], 2, 2, 4, pages)
     same(jax.jit(ours)(*operands), plain(*operands))
 
@@ -164,7 +166,7 @@ def test_positions_past_the_capacity_read_nothing_past_the_table() -> None:
     operands[1] = jnp.nan_to_num(operands[1], nan=1.0, posinf=2.0)
     operands[4] = operands[4].at[:, -1].set(4 * 3 + 5)
     operands[5] = operands[5].at[:, -1].set(True)
-    same(jax.jit(functools.partial(ours, blocks=DenseBlocks(2, 8, 9, 8)))(*operands), plain(*operands))
+    same(jax.jit(functools.partial(ours, blocks=DenseTileSizes(2, 8, 9, 8)))(*operands), plain(*operands))
 
 
 def test_nothing_to_attend_to() -> None:
@@ -182,7 +184,7 @@ def test_nothing_to_attend_to() -> None:
 
 def test_no_races(racing: str) -> None:
     operands = setting(FORMATS["groups in lanes"], 2, 2, 4, 5)
-    same(ours(*operands, backend=racing, blocks=DenseBlocks(1, 8, 3, 8)), plain(*operands))
+    same(ours(*operands, backend=racing, blocks=DenseTileSizes(1, 8, 3, 8)), plain(*operands))
 
 
 @pytest.mark.quick(1)

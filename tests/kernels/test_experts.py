@@ -97,7 +97,7 @@ def test_fp8_weights(backend: str) -> None:
         pairs = [quantize_blocks(w, block) for w in weights.reshape(-1, *weights.shape[-2:])]
         codes, scales = (np.stack(part) for part in zip(*pairs, strict=True))
         codes, scales = codes.reshape(weights.shape), scales.reshape(*lead, *scales.shape[-2:])
-        held = BlockQuantized(jnp.asarray(codes), jnp.asarray(scales), view=weights.shape[-2:], block=block)
+        held = BlockQuantized(jnp.asarray(codes), jnp.asarray(scales), logical_shape=weights.shape[-2:], block=block)
         return held, dequantize_blocks(codes, scales, block)
 
     (gate_up, plain_gate_up), (down, plain_down) = quantised(GATE_UP), quantised(DOWN)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm52_jax.kernels.experts import blocks
+from glm52_jax.kernels.experts import tile_sizes
 from glm52_jax.kernels.experts.api import routed_experts
 from glm52_jax.kernels.experts.groups import groups_of, rows_of
 from glm52_jax.params.quantization import FLOAT8, BlockQuantized, dequantize_blocks, quantize_blocks
@@ -31,7 +31,7 @@ def quantised(weights: np.ndarray, block: tuple[int, int], codes=FLOAT8) -> tupl
     pairs = [quantize_blocks(w, block, codes) for w in weights.reshape(-1, *weights.shape[-2:])]
     stored, scales = (np.stack(part) for part in zip(*pairs, strict=True))
     stored, scales = stored.reshape(weights.shape), scales.reshape(*weights.shape[:-2], *scales.shape[-2:])
-    held = BlockQuantized(jnp.asarray(stored), jnp.asarray(scales), view=weights.shape[-2:], block=block)
+    held = BlockQuantized(jnp.asarray(stored), jnp.asarray(scales), logical_shape=weights.shape[-2:], block=block)
     return held, dequantize_blocks(stored, scales, block)
 
 
@@ -144,8 +144,8 @@ def test_a_token_does_not_depend_on_the_others(tokens: int) -> None:
 
 def test_several_windows_and_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows come in more than one window, an expert's in two of them, and tokens in more than one part."""
-    monkeypatch.setattr(blocks, "MOST_TOKENS", 160)
-    monkeypatch.setattr(blocks, "WINDOW_ROWS", 128)
+    monkeypatch.setattr(tile_sizes, "MOST_TOKENS", 160)
+    monkeypatch.setattr(tile_sizes, "WINDOW_ROWS", 128)
     gate_up, down = stacks(4, 6)
     experts, gates = chosen(300, share=1.0)
     x = np.random.default_rng(5).standard_normal((300, 6)).astype(np.float32)
@@ -166,7 +166,7 @@ def test_no_races(tokens: int, racing: str) -> None:
 @functools.partial(jax.jit, static_argnums=2)
 def grouping(experts, gates, size: int):
     groups = groups_of(experts, gates, EXPERTS, size)
-    room = blocks.most_tiles(*experts.shape, EXPERTS, size)
+    room = tile_sizes.most_tiles(*experts.shape, EXPERTS, size)
     return groups, rows_of(groups, jnp.int32(0), room, size)
 
 
@@ -192,7 +192,7 @@ def test_groups(seed: int, case: tuple[int, int]) -> None:
 
 def test_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of everything, in more than one part."""
-    monkeypatch.setattr(blocks, "MOST_BACK", 48)
+    monkeypatch.setattr(tile_sizes, "MOST_BACK", 48)
     tokens = 70
     gate_up, down = stacks(24, 40)
     experts, gates = chosen(tokens)
@@ -235,7 +235,7 @@ def shapes(tokens: int, kind: str, experts: int = 4, width: int = 2048, embed: i
         weights = make((*lead, 2, width, embed), jnp.bfloat16), make((*lead, embed, width), jnp.bfloat16)
     else:
         weights = tuple(
-            BlockQuantized(make((*lead, *shape), FLOAT8), make((*lead, *grid), jnp.float32), view=shape[-2:])
+            BlockQuantized(make((*lead, *shape), FLOAT8), make((*lead, *grid), jnp.float32), logical_shape=shape[-2:])
             for shape, grid in (
                 ((2, width, embed), (2, width // 128, embed // 128)),
                 ((embed, width), (embed // 128, width // 128)),
@@ -256,7 +256,7 @@ def test_compiles(chip: str, tokens: int, kind: str) -> None:
         for name in ("experts_few", "experts_hidden", "experts_outputs")
         if any(name in kernel.name for kernel in step.program.kernels)
     }
-    assert names == ({"experts_few"} if tokens <= blocks.FEW else {"experts_hidden", "experts_outputs"})
+    assert names == ({"experts_few"} if tokens <= tile_sizes.FEW else {"experts_hidden", "experts_outputs"})
     assert not step.program.copies
     assert step.memory.temporaries < (8 if tokens <= 64 else 160) * 2**20
 
@@ -264,7 +264,7 @@ def test_compiles(chip: str, tokens: int, kind: str) -> None:
 def test_costs_are_those_of_the_plain_form() -> None:
     """Multiply-adds of a row's three products, and each weight once."""
     x, experts, _, gate_up, down, _ = shapes(64, "bf16")
-    cost = blocks.cost(x.shape[0] * experts.shape[1], 4, gate_up, down)
+    cost = tile_sizes.cost(x.shape[0] * experts.shape[1], 4, gate_up, down)
     reference = jax.jit(functools.partial(routed_experts, backend="reference")).lower(*shapes(64, "bf16", experts=1))
     # The plain form computes each expert, one here, for each token.
     analysis = reference.compile().cost_analysis()

@@ -68,7 +68,7 @@ def test_padding_sees_nothing(backend: str, tokens: int) -> None:
 @pytest.mark.parametrize("backend", PORTABLE)
 @pytest.mark.parametrize("tokens", [4, 20])
 def test_negative_products_count_for_nothing(backend: str, tokens: int) -> None:
-    """B04: a head whose products are all negative changes no score, however large they are."""
+    """A head whose products are all negative changes no score, however large they are."""
     s = setting(1, tokens, 3)
     s["pool"], s["context"] = np.abs(s["pool"]), np.abs(s["context"])
     s["queries"][:, :, 0] = -np.abs(s["queries"][:, :, 0])
@@ -82,7 +82,7 @@ def test_negative_products_count_for_nothing(backend: str, tokens: int) -> None:
 @pytest.mark.parametrize("backend", PORTABLE)
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_zero_has_one_sign(backend: str, tokens: int) -> None:
-    """B11: a negative weight times a ReLU's zero is -0.0, which `top_k` would rank below 0.0."""
+    """A negative weight times a ReLU's zero is -0.0, which `top_k` would rank below 0.0."""
     s = setting(2, tokens, 3)
     s["weights"], s["pool"] = -np.abs(s["weights"]), np.abs(s["pool"])
     s["queries"] = -np.abs(s["queries"])
@@ -94,7 +94,7 @@ def test_zero_has_one_sign(backend: str, tokens: int) -> None:
 
 
 def test_scores_of_nan_are_never_finite() -> None:
-    """B13: a NaN inside of what may be seen is not chosen either."""
+    """A NaN inside of what may be seen is not chosen either."""
     for backend in PORTABLE:
         s = setting(1, 20, 3)
         s["pool"][1, s["table"][0, 0], 2] = np.nan

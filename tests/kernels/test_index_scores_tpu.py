@@ -10,11 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm52_jax.cache.row_formats import GroupRows, LaneRows, PlainRows, RowFormat, encode, parts_of, stack_of
+from glm52_jax.cache.row_formats import (
+    GroupScaledFormat,
+    LanePaddedFormat,
+    RowFormat,
+    UnquantizedFormat,
+    empty_stack,
+    encode_rows,
+    parts_of,
+)
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.index_scores.api import index_scores
-from glm52_jax.kernels.index_scores.blocks import Blocks, choose, cost
 from glm52_jax.kernels.index_scores.score_block import query_rows, score_block, token_groups, weight_rows
+from glm52_jax.kernels.index_scores.tile_sizes import IndexScoresTileSizes, choose, cost
 from glm52_jax.kernels.index_scores.tpu import index_scores as index_scores_tpu
 from sharding.compiler.chips import CHIPS
 from tests.kernels.compiling import compiled
@@ -23,13 +31,13 @@ from tests.kernels.quickly import quickly
 DIM = 10
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 FORMATS: dict[str, RowFormat] = {
-    "float32": PlainRows(DIM, F32),
-    "bf16": PlainRows(DIM, BF16),
-    "lanes": PlainRows(DIM, BF16, 16),
-    "fp8": GroupRows(DIM, 0, F32, DIM),
-    "fp8 bf16": GroupRows(DIM, 0, BF16, DIM),
-    "fp8 lanes": LaneRows(DIM, 0, BF16, DIM, lanes=16),
-    "fp8 float32 lanes": LaneRows(DIM, 0, F32, DIM, rotated=True, lanes=16),
+    "float32": UnquantizedFormat(DIM, F32),
+    "bf16": UnquantizedFormat(DIM, BF16),
+    "lanes": UnquantizedFormat(DIM, BF16, 16),
+    "fp8": GroupScaledFormat(DIM, 0, F32, DIM),
+    "fp8 bf16": GroupScaledFormat(DIM, 0, BF16, DIM),
+    "fp8 lanes": LanePaddedFormat(DIM, 0, BF16, DIM, lanes=16),
+    "fp8 float32 lanes": LanePaddedFormat(DIM, 0, F32, DIM, rotated=True, lanes=16),
 }
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 interpreted = functools.partial(index_scores_tpu, target=Target.of("interpret:v5p"))
@@ -40,9 +48,9 @@ def setting(form: RowFormat, batch: int, tokens: int, heads: int, page: int, pag
     generator = np.random.default_rng(seed)
     count = batch * pages + 2
     table = generator.permutation(count)[: batch * pages].reshape(batch, pages).astype(np.int32)
-    stack = stack_of(form, (2, count, page))
+    stack = empty_stack(form, (2, count, page))
     rows = generator.standard_normal((2, count, page, DIM)) * 2.0 ** generator.integers(-3, 3, (2, count, page, 1))
-    written = encode(stack, jnp.asarray(rows, jnp.float32), 1)
+    written = encode_rows(stack, jnp.asarray(rows, jnp.float32), 1)
     lengths = np.minimum(generator.integers(tokens, tokens + page * pages, batch), page * pages)
     seen = np.zeros((2, count, page), bool)
     for row in range(batch):
@@ -117,7 +125,7 @@ def test_lengths_of_a_batch(lengths: tuple[int, ...], cores: int) -> None:
     arguments = setting(FORMATS["bf16"], 3, 2, 4, 4, 12)
     arguments[2] = jnp.nan_to_num(arguments[2], nan=1.0, posinf=2.0)
     arguments[5] = np.array([[length - 1, length - 1] for length in lengths], np.int32)
-    both(arguments, blocks=Blocks(2, 2, 8, 4, 2 if cores == 1 else 3, cores))
+    both(arguments, blocks=IndexScoresTileSizes(2, 2, 8, 4, 2 if cores == 1 else 3, cores))
 
 
 def test_pages_beyond_a_sequence_may_be_anything() -> None:
@@ -147,7 +155,7 @@ def test_no_score_is_nan_or_negative_zero() -> None:
 
 
 def test_queries_are_rounded_as_the_keys_are() -> None:
-    """B17: weights and sums are not, which the order of selection depends on."""
+    """Weights and sums are not, which the order of selection depends on."""
     arguments = setting(FORMATS["bf16"], 1, 6, 32, 16, 3)
     arguments[0] = np.random.default_rng(3).standard_normal(arguments[0].shape).astype(np.float32)
     got = jax.jit(interpreted, compiler_options=QUICK)(*arguments)
@@ -206,10 +214,10 @@ def test_the_cost_is_what_the_reference_counts() -> None:
 
 @pytest.mark.parametrize("chip", quickly(CHIPS, "v5e", "tpu7x"))
 def test_compiles_without_copies(chip: str) -> None:
-    formats = {"bf16": PlainRows(128, BF16), "fp8": LaneRows(128, 0, BF16, 128)}
+    formats = {"bf16": UnquantizedFormat(128, BF16), "fp8": LanePaddedFormat(128, 0, BF16, 128)}
     for (batch, tokens, capacity), form in (((8, 1, 32768), "bf16"), ((1, 1, 131072), "fp8"), ((1, 16, 32768), "bf16")):
         pages = batch * capacity // 64
-        stack = jax.eval_shape(functools.partial(stack_of, formats[form], (3, pages, 64)))
+        stack = jax.eval_shape(functools.partial(empty_stack, formats[form], (3, pages, 64)))
         arguments = (
             jax.ShapeDtypeStruct((batch, tokens, 32, 128), jnp.float32),
             jax.ShapeDtypeStruct((batch, tokens, 32), jnp.float32),

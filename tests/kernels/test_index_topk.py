@@ -7,14 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm52_jax.cache.row_formats import GroupRows, LaneRows, PlainRows, RowFormat, encode, parts_of, stack_of
+from glm52_jax.cache.row_formats import (
+    GroupScaledFormat,
+    LanePaddedFormat,
+    RowFormat,
+    UnquantizedFormat,
+    empty_stack,
+    encode_rows,
+    parts_of,
+)
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.index_scores.api import index_scores
 from glm52_jax.kernels.index_topk import tpu
 from glm52_jax.kernels.index_topk.api import index_topk
-from glm52_jax.kernels.index_topk.blocks import Blocks, choose, cost, vmem_bytes
+from glm52_jax.kernels.index_topk.tile_sizes import IndexTopkTileSizes, choose, cost, vmem_bytes
 from glm52_jax.kernels.lib.pallas import vmem_limit
-from glm52_jax.kernels.topk import blocks as selection
+from glm52_jax.kernels.topk import tile_sizes as selection
 from glm52_jax.kernels.topk.api import topk
 from sharding.compiler.chips import CHIPS
 from tests.kernels.compiling import compiled
@@ -23,10 +31,10 @@ from tests.kernels.quickly import quickly
 DIM, HEADS = 10, 3
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 FORMATS: dict[str, RowFormat] = {
-    "float32": PlainRows(DIM, F32),
-    "bf16 lanes": PlainRows(DIM, BF16, 16),
-    "fp8": GroupRows(DIM, 0, BF16, DIM),
-    "fp8 lanes": LaneRows(DIM, 0, BF16, DIM, lanes=16),
+    "float32": UnquantizedFormat(DIM, F32),
+    "bf16 lanes": UnquantizedFormat(DIM, BF16, 16),
+    "fp8": GroupScaledFormat(DIM, 0, BF16, DIM),
+    "fp8 lanes": LanePaddedFormat(DIM, 0, BF16, DIM, lanes=16),
 }
 
 
@@ -35,10 +43,10 @@ def setting(form: RowFormat, lengths: list[int], tokens: int, page: int, pages: 
     generator = np.random.default_rng(len(lengths))
     batch, count = len(lengths), len(lengths) * pages + 2
     table = generator.permutation(count)[: batch * pages].reshape(batch, pages).astype(np.int32)
-    stack = stack_of(form, (2, count, page))
+    stack = empty_stack(form, (2, count, page))
     rows = generator.integers(-3, 4, (2, count, page, DIM))
     rows[..., 0] = 3  # the largest of each row, by which FP8 scales it
-    written = encode(stack, jnp.asarray(rows, jnp.float32), 1)
+    written = encode_rows(stack, jnp.asarray(rows, jnp.float32), 1)
     seen = np.zeros((2, count, page), bool)
     for row, length in enumerate(lengths):
         place = np.arange(length)
@@ -88,7 +96,7 @@ def test_several_blocks() -> None:
     """Of which short sequences need fewer; the next sequence's first block is read while the best are selected."""
     page, pages, k = 64, 150, 40
     sizes = selection.choose(2, page * pages, k, interpret=True, chunk=4096)
-    blocks = Blocks(sizes, keys=1024, part=512, cores=2)
+    blocks = IndexTopkTileSizes(sizes, keys=1024, part=512, cores=2)
     run = functools.partial(tpu.index_topk, backend="interpret:v5p", target=Target.of("interpret:v5p"), blocks=blocks)
     check(setting(FORMATS["bf16 lanes"], [9600, 0, 4096, 4097, 100], 2, page, pages), k, run)
 
@@ -138,9 +146,9 @@ def test_cost() -> None:
     ],
 )
 def test_compiles_without_copies(chip: str, batch: int, tokens: int, capacity: int, name: str) -> None:
-    form = {"bf16": PlainRows(128, BF16), "fp8": LaneRows(128, 0, BF16, 128)}[name]
+    form = {"bf16": UnquantizedFormat(128, BF16), "fp8": LanePaddedFormat(128, 0, BF16, 128)}[name]
     pages = batch * capacity // 64
-    stack = jax.eval_shape(functools.partial(stack_of, form, (3, pages, 64)))
+    stack = jax.eval_shape(functools.partial(empty_stack, form, (3, pages, 64)))
     arguments = (
         jax.ShapeDtypeStruct((batch, tokens, 32, 128), jnp.float32),
         jax.ShapeDtypeStruct((batch, tokens, 32), jnp.float32),

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.masked_attention.api import masked_attention
-from glm52_jax.kernels.masked_attention.blocks import Blocks, choose, cost
 from glm52_jax.kernels.masked_attention.gradient import gradient
-from glm52_jax.kernels.masked_attention.tpu import attend
+from glm52_jax.kernels.masked_attention.tile_sizes import MaskedAttentionTileSizes, choose, cost
+from glm52_jax.kernels.masked_attention.tpu import masked_attention_forward
 from sharding.compiler.chips import CHIPS
 from tests.kernels.compiling import compiled
 from tests.kernels.quickly import quickly
@@ -62,7 +62,9 @@ def test_equals_the_reference(dtype: str, atol: float) -> None:
     """Several tiles and blocks, parts of a tile, heads that share a mask; whole lanes wide as on a TPU."""
     operands = setting(2, 20, 300, 4, 128, 128, dtype)
     queries, keys, values, _, mask = operands
-    run = functools.partial(attend, target=INTERPRETED, blocks=Blocks(16, 128, 2, 8))
+    run = functools.partial(
+        masked_attention_forward, target=INTERPRETED, blocks=MaskedAttentionTileSizes(16, 128, 2, 8)
+    )
     same(jax.jit(lambda *a: run(*a, SCALE)[0])(queries, keys, values, mask), operands, atol)
 
 
@@ -83,7 +85,7 @@ def test_no_races(racing: str) -> None:
 
 def test_log_sum_exp() -> None:
     queries, keys, values, _, mask = setting(2, 5, 9, 3)
-    _, lse = attend(queries, keys, values, mask, SCALE, target=INTERPRETED, with_lse=True)
+    _, lse = masked_attention_forward(queries, keys, values, mask, SCALE, target=INTERPRETED, with_lse=True)
     scores = jnp.einsum("bshd,bthd->bhst", jnp.nan_to_num(queries), keys) * SCALE
     expected = jax.nn.logsumexp(jnp.where(mask[:, None], scores, -jnp.inf), axis=-1)
     np.testing.assert_allclose(lse, expected, atol=1e-5)
@@ -112,10 +114,10 @@ def test_gradient_in_blocks() -> None:
     """Several tiles and blocks, some of them skipped."""
     queries, keys, values, _, mask = setting(1, 20, 30, 2)
     queries = jnp.nan_to_num(queries)
-    out, lse = attend(queries, keys, values, mask, SCALE, target=INTERPRETED, with_lse=True)
+    out, lse = masked_attention_forward(queries, keys, values, mask, SCALE, target=INTERPRETED, with_lse=True)
     d_out = jnp.cos(out)
     got = jax.jit(
-        lambda *a: gradient(*a[:4], SCALE, *a[4:], target=INTERPRETED, blocks=Blocks(8, 8, 2))
+        lambda *a: gradient(*a[:4], SCALE, *a[4:], target=INTERPRETED, blocks=MaskedAttentionTileSizes(8, 8, 2))
     )(queries, keys, values, mask, out, lse, d_out)  # fmt: skip
     plain = functools.partial(masked_attention, positions=jnp.zeros((1, 20), jnp.int32), mask=mask, scale=SCALE)
     expected = jax.vjp(functools.partial(plain, backend="reference"), queries, keys, values)[1](d_out)

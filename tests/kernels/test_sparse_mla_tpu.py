@@ -10,20 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm52_jax.cache.row_formats import (
-    GroupRows,
-    LaneRows,
-    PlainRows,
+    GroupScaledFormat,
+    LanePaddedFormat,
     RowFormat,
-    TensorRows,
-    encode,
+    TensorScaledFormat,
+    UnquantizedFormat,
+    empty_stack,
+    encode_rows,
     parts_of,
-    stack_of,
 )
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.lib.selection import Selection, plan_units, single_units
-from glm52_jax.kernels.sparse_mla import blocks, tpu
+from glm52_jax.kernels.sparse_mla import tile_sizes, tpu
 from glm52_jax.kernels.sparse_mla.api import sparse_mla
-from glm52_jax.kernels.sparse_mla.blocks import FORMS, RowShape, choose_form, times
+from glm52_jax.kernels.sparse_mla.tile_sizes import IMPLEMENTATIONS, RowShape, choose_implementation, times
 from glm52_jax.kernels.sparse_mla.tpu import sparse_mla as sparse_mla_tpu
 from sharding.compiler.chips import CHIPS
 from tests.kernels.compiling import compiled
@@ -32,13 +32,13 @@ from tests.kernels.quickly import quickly
 RANK, ROPE, SCALE = 6, 4, 0.3
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 FORMATS: dict[str, RowFormat] = {
-    "float32": PlainRows(RANK + ROPE, F32),
-    "bf16": PlainRows(RANK + ROPE, BF16),
-    "lanes": PlainRows(RANK + ROPE, BF16, 16),
-    "fp8": LaneRows(RANK, ROPE, BF16, 4, lanes=16),
-    "fp8 float32": LaneRows(RANK, ROPE, F32, 4, lanes=16),
-    "fp8 tensor": TensorRows(RANK + ROPE, (3.0, 0.5), 16),
-    "fp8 groups": GroupRows(RANK, ROPE, F32, 4),
+    "float32": UnquantizedFormat(RANK + ROPE, F32),
+    "bf16": UnquantizedFormat(RANK + ROPE, BF16),
+    "lanes": UnquantizedFormat(RANK + ROPE, BF16, 16),
+    "fp8": LanePaddedFormat(RANK, ROPE, BF16, 4, lanes=16),
+    "fp8 float32": LanePaddedFormat(RANK, ROPE, F32, 4, lanes=16),
+    "fp8 tensor": TensorScaledFormat(RANK + ROPE, (3.0, 0.5), 16),
+    "fp8 groups": GroupScaledFormat(RANK, ROPE, F32, 4),
 }
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
@@ -59,8 +59,8 @@ def setting(name: str, batch: int, tokens: int, heads: int, page: int, pages: in
             chosen = generator.permutation(positions[row, token] + 1)[:size]
             indices[row, token, generator.permutation(k)[:size]] = chosen
             used[1, table[row, chosen // page], chosen % page] = True
-    stack = stack_of(form, (2, count, page))
-    written = encode(stack, jnp.asarray(generator.standard_normal((2, count, page, RANK + ROPE)), jnp.float32), 1)
+    stack = empty_stack(form, (2, count, page))
+    written = encode_rows(stack, jnp.asarray(generator.standard_normal((2, count, page, RANK + ROPE)), jnp.float32), 1)
     poison = jnp.asarray(generator.choice([np.nan, np.inf], (2, count, page, 1)))
     parts = {key: jnp.where(used[..., None], part, poison.astype(part.dtype)) for key, part in written.items()}
     stack = parts["values"] if isinstance(stack, jax.Array) else stack.replace(parts=parts)
@@ -128,7 +128,7 @@ def test_lists_of_units_made_before(form: str, planned: int) -> None:
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", IMPLEMENTATIONS)
 def test_forms_agree_with_padding_queries_between(form: str) -> None:
     """Padding costs nothing, may hold anything and gives nothing, wherever it stands."""
     arguments = setting("bf16", 3, 4, 3, 8, 9, 20, seed=3)
@@ -184,7 +184,7 @@ def test_the_sizes_of_a_device(monkeypatch: pytest.MonkeyPatch, name: str, form:
     rows, batch, tokens, pages, k = REAL[name], 1, 2, 64, 2048
     table = generator.permutation(batch * pages).reshape(batch, pages).astype(np.int32)
     values = jnp.asarray(generator.standard_normal((2, batch * pages, 64, 576)), jnp.float32)
-    stack = stack_of(rows, (2, batch * pages, 64)).replace(parts=rows.encode(values, 1))
+    stack = empty_stack(rows, (2, batch * pages, 64)).replace(parts=rows.encode(values, 1))
     queries = jnp.asarray(generator.standard_normal((batch, tokens, 64, 576)), jnp.bfloat16)
     positions = np.tile(np.array([[3000, 4095]], np.int32), (batch, 1))
     indices = np.full((batch, tokens, k), -1, np.int32)
@@ -202,7 +202,7 @@ def test_the_sizes_of_a_device(monkeypatch: pytest.MonkeyPatch, name: str, form:
     np.testing.assert_allclose(got[1], expected[1], atol=1e-2)
 
 
-@pytest.mark.parametrize("form", quickly(FORMS, "dense", "rows"))
+@pytest.mark.parametrize("form", quickly(IMPLEMENTATIONS, "dense", "rows"))
 def test_selected_positions_past_the_capacity_are_skipped(form: str) -> None:
     """In lists, in units made before, and in the mask made of a list: there is no page to read them from."""
     arguments = setting("bf16", 2, 2, 3, 8, 5, 12, seed=6)
@@ -269,7 +269,7 @@ def test_a_selection_with_units_is_a_branch_of_a_conditional() -> None:
 def test_short_contexts_are_read_and_long_ones_gathered(chip: str, row: RowShape, tokens: int) -> None:
     """The form changes once, where the times of two are equal."""
     capacities = [1 << bits for bits in range(11, 21)]
-    found = [choose_form(CHIPS[chip], tokens, min(2048, size), size, row) for size in capacities]
+    found = [choose_implementation(CHIPS[chip], tokens, min(2048, size), size, row) for size in capacities]
     assert found[0] == "dense"
     assert found[-1] == "rows"
     first = next(number for number, form in enumerate(found) if form != "dense")
@@ -283,16 +283,16 @@ def test_short_contexts_are_read_and_long_ones_gathered(chip: str, row: RowShape
 
 def test_blocks_where_selected_rows_are_neighbours() -> None:
     row = RowShape(1280, 2, 1)
-    assert choose_form(CHIPS["v6e"], 1, 2048, 131072, row, per_block=8) == "blocks"
-    assert choose_form(CHIPS["v6e"], 1, 2048, 131072, row, per_block=1) == "rows"
+    assert choose_implementation(CHIPS["v6e"], 1, 2048, 131072, row, per_block=8) == "blocks"
+    assert choose_implementation(CHIPS["v6e"], 1, 2048, 131072, row, per_block=1) == "rows"
 
 
 @pytest.mark.slow
 def test_both_sides_of_a_crossover(monkeypatch: pytest.MonkeyPatch) -> None:
     """A context of one page is read, one of 16 is gathered from."""
     seen = []
-    choose = blocks.choose_form
-    monkeypatch.setattr(blocks, "choose_form", lambda *a: seen.append(choose(*a)) or seen[-1])
+    choose = tile_sizes.choose_implementation
+    monkeypatch.setattr(tile_sizes, "choose_implementation", lambda *a: seen.append(choose(*a)) or seen[-1])
     for pages in (1, 16):
         arguments = setting("lanes", 2, 1, 3, 8, pages, 4)
         finite = {name: jnp.nan_to_num(part, nan=1.0, posinf=2.0) for name, part in parts_of(arguments[1]).items()}
@@ -302,13 +302,13 @@ def test_both_sides_of_a_crossover(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cost() -> None:
-    found = blocks.cost(3, 64, 2048, 576, 512, 1280, 2)
+    found = tile_sizes.cost(3, 64, 2048, 576, 512, 1280, 2)
     assert found.flops == 2 * 3 * 64 * 2048 * (576 + 512)
     assert found.transcendentals == 3 * 64 * 2048
     assert found.bytes_accessed == 3 * (2048 * 1280 + 64 * (576 + 512) * 2 + 64 * 4)
 
 
-REAL: dict[str, RowFormat] = {"bf16": PlainRows(576, BF16, 128), "fp8": LaneRows(512, 64, BF16)}
+REAL: dict[str, RowFormat] = {"bf16": UnquantizedFormat(576, BF16, 128), "fp8": LanePaddedFormat(512, 64, BF16)}
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ REAL: dict[str, RowFormat] = {"bf16": PlainRows(576, BF16, 128), "fp8": LaneRows
 )
 def test_compiles_without_a_copy_of_the_cache(chip: str, name: str, form: str, batch: int, tokens: int) -> None:
     pages = 131072 // 64
-    latent = jax.eval_shape(lambda: stack_of(REAL[name], (2, batch * pages, 64)))
+    latent = jax.eval_shape(lambda: empty_stack(REAL[name], (2, batch * pages, 64)))
     integers = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     selection = Selection(indices=integers((batch, tokens, 2048)))
     run = functools.partial(
@@ -341,6 +341,6 @@ def test_compiles_without_a_copy_of_the_cache(chip: str, name: str, form: str, b
 @pytest.mark.parametrize("chip", ["v5p", "v6e"])
 def test_float8_rows_are_gathered_where_decoding_all_of_them_takes_longer(chip: str, row: RowShape) -> None:
     """One query at 32K: by the schedules of both forms, reading densely takes 1.7 to 2.8 times as long as gathering."""
-    assert choose_form(CHIPS[chip], 1, 2048, 32 * 1024, row) == "rows"
+    assert choose_implementation(CHIPS[chip], 1, 2048, 32 * 1024, row) == "rows"
     found = times(CHIPS[chip], 1, 2048, 32 * 1024, row)
     assert 1.4 < found["dense"] / found["rows"] < 3

@@ -10,7 +10,7 @@ from hypothesis.extra.numpy import arrays
 
 from glm52_jax.kernels import PORTABLE
 from glm52_jax.kernels.topk.api import topk_indices, topk_mask
-from glm52_jax.kernels.topk.cpu import ordered_image
+from glm52_jax.kernels.topk.cpu import ordered_bits
 
 # Few values, so that most of them are duplicates; minus infinity stands for positions that may not be seen.
 VALUES = st.sampled_from([-np.inf, -3.5, -1.0, -1e-30, 0.0, 1e-38, 0.25, 0.5, 3e38, np.inf])
@@ -68,8 +68,8 @@ def test_nothing_to_choose_from(backend: str) -> None:
 @given(arrays(np.float32, 20, elements=st.floats(width=32, allow_nan=False)))
 @settings(deadline=None)
 def test_the_integer_image_keeps_the_order(scores: np.ndarray) -> None:
-    image = np.asarray(ordered_image(jnp.asarray(scores)))
+    sortable = np.asarray(ordered_bits(jnp.asarray(scores)))
     # Zeros of either sign and numbers too small to be normal are equal to the processor, not to the image.
     plain = scores[np.abs(scores) > 1e-37]
     order = np.argsort(plain, kind="stable")
-    assert (np.diff(image[np.abs(scores) > 1e-37][order].astype(np.int64)) >= 0).all()
+    assert (np.diff(sortable[np.abs(scores) > 1e-37][order].astype(np.int64)) >= 0).all()

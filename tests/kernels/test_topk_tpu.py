@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from glm52_jax.kernels.topk.api import closed_up, last_of_best, topk, topk_mask
-from glm52_jax.kernels.topk.blocks import choose, cost
+from glm52_jax.kernels.topk.api import compact, kth_best, topk, topk_mask
+from glm52_jax.kernels.topk.tile_sizes import choose, cost
 from tests.kernels.compiling import compiled
 from tests.kernels.quickly import quickly
 
@@ -30,7 +30,7 @@ def last(k: int):
     return jax.jit(
         lambda scores, positions: (
             topk_mask(scores, k, backend="interpret"),
-            *last_of_best(scores, positions, k, backend="interpret"),
+            *kth_best(scores, positions, k, backend="interpret"),
         )
     )
 
@@ -134,7 +134,7 @@ def test_small_shapes(shape: tuple[int, ...], k: int) -> None:
 
 
 def test_fewer_candidates_than_asked_for() -> None:
-    score, _ = jax.jit(functools.partial(last_of_best, k=9, backend="interpret"))(jnp.ones(8), jnp.zeros(8, jnp.int32))
+    score, _ = jax.jit(functools.partial(kth_best, k=9, backend="interpret"))(jnp.ones(8), jnp.zeros(8, jnp.int32))
     assert score == -np.inf
 
 
@@ -150,13 +150,13 @@ def test_no_races(racing: str) -> None:
         ("v5p", (64, 1, 1 << 17), topk),
         ("v6e", (1, 6, 1 << 17), topk),
         ("tpu7x", (16, 1 << 17), topk_mask),
-        ("v5p", (4, 64 * 2048), last_of_best),
+        ("v5p", (4, 64 * 2048), kth_best),
     ],
 )
 def test_compiles(chip: str, shape: tuple[int, ...], what) -> None:
     """Without a sort, and without a copy of the scores."""
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32)]
-    if what is last_of_best:
+    if what is kth_best:
         arguments.append(jax.ShapeDtypeStruct(shape, jnp.int32))
     step = compiled(lambda *a: what(*a, 2048, backend=f"tpu:{chip}"), arguments, chip)
     assert [kernel.name.split(".")[0] for kernel in step.program.kernels] == ["topk" if what is topk else "topk_last"]
@@ -183,8 +183,8 @@ def test_lists_with_gaps_are_closed_up() -> None:
     lists[0, [3, 4, 17, 39]] = [0, 2, 7, 2**24 - 1]
     lists[2] = np.arange(40) * 3
     lists[3, 38:] = [5, 6]
-    got = np.asarray(closed_up(jnp.asarray(lists), backend="interpret"))
+    got = np.asarray(compact(jnp.asarray(lists), backend="interpret"))
     for row, found in zip(lists, got, strict=True):
         there = row[row >= 0]
         np.testing.assert_array_equal(found, np.pad(there, (0, 40 - len(there)), constant_values=-1))
-    np.testing.assert_array_equal(closed_up(jnp.asarray(lists), backend="reference"), lists)
+    np.testing.assert_array_equal(compact(jnp.asarray(lists), backend="reference"), lists)

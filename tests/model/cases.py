@@ -17,18 +17,18 @@ import pytest
 
 from glm52_jax.checkpoint.load.loader import load_params
 from glm52_jax.config import SPARSE, ModelConfig, load_config
-from glm52_jax.model.decoder_layer import Forms
+from glm52_jax.model.decoder_layer import ExecutionPolicy
 
 LOGITS, HIDDEN = 2e-4, 5e-4
 FOLDER = Path(__file__).parents[1] / "cases"
 FORMS = {
-    f"{attention}-{selection}-{backend}": Forms(attention, selection, backend)
+    f"{attention}-{selection}-{backend}": ExecutionPolicy(attention, selection, backend)
     for attention, selection in (("absorbed", "indices"), ("absorbed", "mask"), ("expanded", "mask"))
     for backend in ("reference", "cpu")
 }
 
 ON_TPUS = {
-    f"{attention}-{selection}": Forms(attention, selection, "interpret")
+    f"{attention}-{selection}": ExecutionPolicy(attention, selection, "interpret")
     for attention, selection in (("absorbed", "indices"), ("absorbed", "mask"), ("expanded", "mask"))
 }
 """The same with the kernels for TPUs, interpreted: slow to compile."""

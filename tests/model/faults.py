@@ -29,7 +29,7 @@ def fresh_trace(case: Case, params: dict | None = None, *, drafts: bool = False,
     if not drafts:
         params.pop("mtp", None)
     tokens = jnp.asarray(np.where(case.real, case.tokens, 0))
-    trace = compiled(WHOLE)(params, config, tokens, jnp.asarray(case.real), forms=FORMS[FORM])
+    trace = compiled(WHOLE)(params, config, tokens, jnp.asarray(case.real), policy=FORMS[FORM])
     return list(complaints(case, Run.of(trace)))
 
 

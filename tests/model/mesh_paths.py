@@ -11,22 +11,22 @@ from jax.sharding import Mesh, PartitionSpec
 
 from glm52_jax.cache.cache_format import PLAIN_CACHE, CacheFormat
 from glm52_jax.cache.page_sharding import cache_specs
-from glm52_jax.cache.paged_cache import Cache
+from glm52_jax.cache.paged_cache import PagedCache
 from glm52_jax.config import ModelConfig
 from glm52_jax.kernels.lib.selection import Selection
-from glm52_jax.model.decoder_layer import Forms
+from glm52_jax.model.decoder_layer import ExecutionPolicy
 from glm52_jax.model.transformer import LayerTrace
-from glm52_jax.params.axis_rules import asking
-from glm52_jax.params.sharding import batch_spec, named, param_specs
+from glm52_jax.params.axis_rules import query_gather_axes
+from glm52_jax.params.sharding import batch_spec, named_shardings, param_specs
 from sharding import collectives
 from sharding.layout import Layout
 from tests.model.cases import Case
 from tests.model.paths import QUICK_OPTIONS, ROOM, Seen, Walk, hostile_cache, one_step
 
 
-def placed(params: Any, config: ModelConfig, layout: Layout, mesh: Mesh) -> Any:
+def device_put_args(params: Any, config: ModelConfig, layout: Layout, mesh: Mesh) -> Any:
     """Parameters of one device on a mesh."""
-    return jax.device_put(params, named(param_specs(params, config, layout, mesh), mesh))
+    return jax.device_put(params, named_shardings(param_specs(params, config, layout, mesh), mesh))
 
 
 class MeshWalk(Walk):
@@ -46,7 +46,7 @@ class MeshWalk(Walk):
         )
         specs = cache_specs(jax.eval_shape(make), layout)
         self.cache = jax.jit(jax.shard_map(make, mesh=self.mesh, in_specs=(), out_specs=specs, check_vma=False))()
-        self.params = placed(params, case.config, layout, self.mesh)
+        self.params = device_put_args(params, case.config, layout, self.mesh)
 
     def _step(
         self,
@@ -55,12 +55,12 @@ class MeshWalk(Walk):
         tokens: Any,
         following: Any,
         positions: Any,
-        cache: Cache,
+        cache: PagedCache,
         *,
-        forms: Forms,
-    ) -> tuple[Seen, Cache]:
+        policy: ExecutionPolicy,
+    ) -> tuple[Seen, PagedCache]:
         arrays = [np.pad(a, ((0, self.extra), (0, 0)), constant_values=-1) for a in (tokens, following, positions)]
-        step = _compiled(config, dataclasses.replace(forms, layout=self.layout), self.mesh)
+        step = _compiled(config, dataclasses.replace(policy, layout=self.layout), self.mesh)
         seen, cache = step(params, *arrays, cache)
         count = len(tokens)
         experts = seen.layers.experts
@@ -75,13 +75,13 @@ class MeshWalk(Walk):
 
 
 @lru_cache(maxsize=32)
-def _compiled(config: ModelConfig, forms: Forms, mesh: Mesh) -> Any:
-    layout = forms.layout
+def _compiled(config: ModelConfig, policy: ExecutionPolicy, mesh: Mesh) -> Any:
+    layout = policy.layout
     row = batch_spec(layout, "tokens")
     traced = PartitionSpec(None, *row)
 
-    def shard(params: Any, tokens: Any, following: Any, positions: Any, cache: Cache) -> tuple[Seen, Cache]:
-        seen, cache = one_step(params, config, tokens, following, positions, cache, forms)
+    def shard(params: Any, tokens: Any, following: Any, positions: Any, cache: PagedCache) -> tuple[Seen, PagedCache]:
+        seen, cache = one_step(params, config, tokens, following, positions, cache, policy)
         layers = seen.layers
         k = layers.experts.shape[-1]
         layers = LayerTrace(
@@ -94,7 +94,7 @@ def _compiled(config: ModelConfig, forms: Forms, mesh: Mesh) -> Any:
             chosen = Selection(mask=_whole_mask(layout, cache, chosen))
         return seen._replace(layers=layers, mtp_selection=chosen), cache
 
-    def run(params: Any, tokens: Any, following: Any, positions: Any, cache: Cache) -> tuple[Seen, Cache]:
+    def run(params: Any, tokens: Any, following: Any, positions: Any, cache: PagedCache) -> tuple[Seen, PagedCache]:
         caches = cache_specs(cache, layout)
         draft = row if "mtp" in params else None
         selection = Selection(mask=row) if "mtp" in params else None
@@ -110,7 +110,7 @@ def _compiled(config: ModelConfig, forms: Forms, mesh: Mesh) -> Any:
     return jax.jit(run, compiler_options=QUICK_OPTIONS)
 
 
-def _whole_mask(layout: Layout, cache: Cache, selection: Selection) -> jax.Array:
+def _whole_mask(layout: Layout, cache: PagedCache, selection: Selection) -> jax.Array:
     """Bool `[..., all positions]` in order of position, of this device's tokens.
 
     Of a selection every device has its part, for all tokens that ask it.
@@ -122,7 +122,7 @@ def _whole_mask(layout: Layout, cache: Cache, selection: Selection) -> jax.Array
     else:
         mask = selection.mask
     whole = collectives.all_gather(layout, mask, axes, mask.ndim - 1)
-    whole = collectives.own_part(layout, whole, asking(layout), mask.ndim - 2)
+    whole = collectives.local_shard(layout, whole, query_gather_axes(layout), mask.ndim - 2)
     count = layout.size(axes)
     pages = np.arange(own * count) // page
     places = pages % count * own + pages // count * page + np.arange(own * count) % page

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from glm52_jax.kernels.experts.api import routed_experts
 from glm52_jax.model import expert_dispatch
-from glm52_jax.model.dispatch_policy import GATHER, DispatchForm
+from glm52_jax.model.dispatch_policy import GATHER, DispatchPolicy
 from glm52_jax.model.expert_dispatch import dispatch_experts, expert_loads
 from glm52_jax.params.quantization import FLOAT8, BlockQuantized, quantize_blocks
 from sharding.layout import Layout
@@ -35,7 +35,7 @@ LAYERS, EXPERTS, EMBED, WIDTH, K = 2, 16, 16, 8, 4
 BLOCK = (4, 4)
 LAYER = 1
 GENERATOR = np.random.default_rng(5)
-SENT = DispatchForm("all_to_all")
+SENT = DispatchPolicy("all_to_all")
 STACKS = {
     "gate_up": GENERATOR.standard_normal((LAYERS, EXPERTS, 2, WIDTH, EMBED)).astype(np.float32),
     "down": GENERATOR.standard_normal((LAYERS, EXPERTS, EMBED, WIDTH)).astype(np.float32),
@@ -77,7 +77,7 @@ def junk(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.floating) else 3, dtype)
 
 
-expert_dispatch.unwritten = junk
+expert_dispatch.uninitialized = junk
 CHECKS: list[Callable[[], None]] = []
 
 
@@ -97,7 +97,7 @@ def stacks(kind: str) -> tuple[Any, Any]:
         codes, scales = (np.stack(part) for part in zip(*pairs, strict=True))
         scales = scales.reshape(*weights.shape[:-2], *scales.shape[-2:])
         codes = jnp.asarray(codes.reshape(weights.shape))
-        return BlockQuantized(codes, jnp.asarray(scales), view=weights.shape[-2:], block=BLOCK)
+        return BlockQuantized(codes, jnp.asarray(scales), logical_shape=weights.shape[-2:], block=BLOCK)
 
     return one(STACKS["gate_up"]), one(STACKS["down"])
 
@@ -133,7 +133,7 @@ CASES = ("all real", "some padding", "padding devices", "one device", "one exper
 
 
 @cache
-def build(layout: Layout, kind: str, form: DispatchForm, backend: str = "reference") -> Callable[..., Any]:
+def build(layout: Layout, kind: str, form: DispatchPolicy, backend: str = "reference") -> Callable[..., Any]:
     """The dispatched experts and their loads on the whole mesh."""
     mesh = layout.mesh(jax.devices()[: layout.devices])
     specs = [partition(layout, AXES[name], STACKS[name].shape, what=name) for name in ("gate_up", "down")]
@@ -156,7 +156,9 @@ def expected(layout: Layout, each: int, case: str, kind: str) -> np.ndarray:
     return np.asarray(ONE_DEVICE(x, experts, gates, *stacks(kind), LAYER))
 
 
-def compare(layout: Layout, form: DispatchForm, kind: str = "plain", each: int = 5, backend: str = "reference") -> None:
+def compare(
+    layout: Layout, form: DispatchPolicy, kind: str = "plain", each: int = 5, backend: str = "reference"
+) -> None:
     run = build(layout, kind, form, backend)
     for case in CASES:
         x, experts, gates = tokens_of(layout, each, case)
@@ -219,7 +221,7 @@ def many_rounds_of_a_small_buffer_equal_one_device() -> None:
 
 @check
 def halves_equal_one_device() -> None:
-    form = replace(SENT, halves=True, capacity=0.5)
+    form = replace(SENT, overlap=True, capacity=0.5)
     for name, each in part((("1x8x1", 13), ("2x2x2", 13), ("1x8x1", 1)), 1):
         compare(LAYOUTS[name], form, each=each)
 
@@ -230,7 +232,7 @@ def by_slice_equals_one_device() -> None:
     small = replace(SENT, capacity=0.01)
     four = Layout(data=4, expert=2).with_rules(experts=("data", "expert"))
     cases = (
-        (LAYOUTS["experts over all, 2x4x1"], 2, replace(SENT, halves=True)),
+        (LAYOUTS["experts over all, 2x4x1"], 2, replace(SENT, overlap=True)),
         (LAYOUTS["experts over all, 2x2x2"], 2, small),
         (LAYOUTS["experts over all, 8x1x1"], 2, SENT),
         (four, 2, small),

@@ -22,8 +22,8 @@ from glm52_jax.cache.cache_format import CacheFormat
 from glm52_jax.checkpoint.export.write import write_checkpoint
 from glm52_jax.checkpoint.load.loader import load_params
 from glm52_jax.config import QuantizationConfig
-from glm52_jax.model.decoder_layer import Forms
-from glm52_jax.model.dispatch_policy import DispatchForm
+from glm52_jax.model.decoder_layer import ExecutionPolicy
+from glm52_jax.model.dispatch_policy import DispatchPolicy
 from glm52_jax.params.sharding import param_shardings
 from infer.generate import generate
 from sharding.errors import InputError
@@ -41,11 +41,17 @@ CHECKS: dict[str, Callable[[], None]] = {}
 
 
 def walk(
-    name: str, case: str, layout: Layout, form: str, size: int, page_size: int = 3, dispatch: DispatchForm | None = None
+    name: str,
+    case: str,
+    layout: Layout,
+    form: str,
+    size: int,
+    page_size: int = 3,
+    dispatch: DispatchPolicy | None = None,
 ) -> None:
     def run() -> None:
-        found, forms = all_cases()[case], dataclasses.replace((FORMS | ON_TPUS)[form], dispatch=dispatch)
-        result = MeshWalk(found, found.spoiled_params(), layout, page_size=page_size).run(size, forms)
+        found, policy = all_cases()[case], dataclasses.replace((FORMS | ON_TPUS)[form], dispatch=dispatch)
+        result = MeshWalk(found, found.spoiled_params(), layout, page_size=page_size).run(size, policy)
         check(found, result.seen)
 
     CHECKS[name] = run
@@ -59,7 +65,7 @@ walk("all-axes", "grouped_bias", Layout(2, 2, 2), "absorbed-indices-reference", 
 walk("one-token-a-step", "left_padded", Layout(1, 2, 4), "absorbed-indices-cpu", 1, 2)
 walk("more-pages-than-devices", "all_full", Layout(1, 2, 4), "absorbed-indices-cpu", 16, 1)
 walk("experts-over-tensor", "released_plan", Layout(1, 2, 4).with_rules(**LONG), "absorbed-indices-cpu", 16)
-walk("rows-to-experts", "released_plan", Layout(1, 4, 2), "absorbed-indices-cpu", 16, 3, DispatchForm("all_to_all"))
+walk("rows-to-experts", "released_plan", Layout(1, 4, 2), "absorbed-indices-cpu", 16, 3, DispatchPolicy("all_to_all"))
 walk("fp8-weights", "fp8", Layout(1, 4, 1), "absorbed-indices-cpu", 16)
 walk("kernels-for-tpus", "released_plan", Layout(1, 2, 2), "absorbed-indices", 16, 4)
 walk("kernels-for-tpus-whole", "released_plan", Layout(1, 2, 4).with_rules(**WHOLE), "absorbed-indices", 16, 8)
@@ -92,7 +98,7 @@ def ties() -> None:
     """Tokens all alike: scores are equal everywhere, and the lowest positions win, whichever devices have them."""
     config = tiny()
     params = random_params(config)
-    case = tiny_case(config, (30, 21), params=params, tokens=np.full((2, 30), 5, np.int32), form=Forms())
+    case = tiny_case(config, (30, 21), params=params, tokens=np.full((2, 30), 5, np.int32), form=ExecutionPolicy())
     found = MeshWalk(case, params, Layout(1, 2, 4), page_size=2).run(7, FORMS["absorbed-indices-cpu"])
     check(case, found.seen)
 
@@ -106,8 +112,8 @@ def fp8_blocks() -> None:
         write_checkpoint(folder, config, random_params(plain))
         params = load_params(folder, config, dtype="float32")
     case = tiny_case(config, (25, 18), params=params)
-    for forms in (FORMS["absorbed-indices-cpu"], ON_TPUS["absorbed-indices"]):
-        check(case, MeshWalk(case, params, Layout(1, 2, 2), page_size=3).run(7, forms).seen)
+    for policy in (FORMS["absorbed-indices-cpu"], ON_TPUS["absorbed-indices"]):
+        check(case, MeshWalk(case, params, Layout(1, 2, 2), page_size=3).run(7, policy).seen)
 
 
 @named("generation")

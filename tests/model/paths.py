@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from glm52_jax.cache.cache_format import PLAIN_CACHE, CacheFormat
-from glm52_jax.cache.paged_cache import Cache
+from glm52_jax.cache.paged_cache import PagedCache
 from glm52_jax.config import ModelConfig
 from glm52_jax.model import mtp, transformer
-from glm52_jax.model.decoder_layer import Forms
-from sharding.collectives import after
+from glm52_jax.model.decoder_layer import ExecutionPolicy
+from sharding.collectives import order_after
 from sharding.layout import SINGLE, Layout
 from tests.model.cases import Case, Run, sparse_layers
 
@@ -34,16 +34,24 @@ class Seen(NamedTuple):
 
 
 def one_step(
-    params: dict, config: ModelConfig, tokens: Any, following: Any, positions: Any, cache: Cache, forms: Forms
-) -> tuple[Seen, Cache]:
+    params: dict,
+    config: ModelConfig,
+    tokens: Any,
+    following: Any,
+    positions: Any,
+    cache: PagedCache,
+    policy: ExecutionPolicy,
+) -> tuple[Seen, PagedCache]:
     """The model over one chunk, and the draft layer, where there is one, over the same chunk."""
-    hidden, cache, layers = transformer.extend(params, config, tokens, positions, cache, forms, traced=True)
+    hidden, cache, layers = transformer.extend(params, config, tokens, positions, cache, policy, traced=True)
     state = logits = selection = None
     if "mtp" in params:
-        state, cache, selection = mtp.advance(params, config, hidden, following, positions, cache, forms)
-        logits = mtp.logits(params, state, forms.layout)
-        hidden = after(forms.layout, hidden, logits)
-    return Seen(transformer.head(params, hidden, forms.layout), hidden, layers, state, logits, selection), cache
+        state, cache, selection = mtp.mtp_layer(params, config, hidden, following, positions, cache, policy)
+        logits = mtp.mtp_logits(params, state, policy.layout)
+        hidden = order_after(policy.layout, hidden, logits)
+    return Seen(
+        transformer.model_logits(params, hidden, policy.layout), hidden, layers, state, logits, selection
+    ), cache
 
 
 def draft_step(
@@ -52,13 +60,13 @@ def draft_step(
     state: Any,
     token: Any,
     positions: Any,
-    cache: Cache,
-    forms: Forms,
+    cache: PagedCache,
+    policy: ExecutionPolicy,
     selection: Any,
-) -> tuple[jax.Array, jax.Array, Cache, Any]:
+) -> tuple[jax.Array, jax.Array, PagedCache, Any]:
     """One draft: its logits, the state for the next one, the cache, the selection used."""
-    state, cache, selection = mtp.advance(params, config, state, token, positions, cache, forms, selection=selection)
-    return mtp.logits(params, state), state, cache, selection
+    state, cache, selection = mtp.mtp_layer(params, config, state, token, positions, cache, policy, selection=selection)
+    return mtp.mtp_logits(params, state), state, cache, selection
 
 
 def _quick_options() -> dict[str, Any]:
@@ -84,7 +92,7 @@ QUICK_OPTIONS = _quick_options()
 
 def compiled(function: Any) -> Any:
     """A quickly jitted function of its own: what is patched now is what it traces."""
-    static = [name for name in ("config", "forms", "form") if name in inspect.signature(function).parameters]
+    static = [name for name in ("config", "policy", "form") if name in inspect.signature(function).parameters]
     return jax.jit(partial(function), static_argnames=static, compiler_options=QUICK_OPTIONS)
 
 
@@ -104,9 +112,9 @@ def hostile_cache(
     seed: int = 0,
     form: CacheFormat = PLAIN_CACHE,
     layout: Layout = SINGLE,
-) -> Cache:
+) -> PagedCache:
     """A cache whose slots hold `fill`, with spare pages, and pages dealt out in random order."""
-    cache = Cache.create(config, batch, capacity, dtype=dtype, page_size=page_size, form=form, layout=layout)
+    cache = PagedCache.create(config, batch, capacity, dtype=dtype, page_size=page_size, form=form, layout=layout)
     used, spare = cache.page_table.size, 3
     order = np.random.default_rng(seed).permutation(used + spare)[:used]
 
@@ -114,7 +122,7 @@ def hostile_cache(
         return jnp.full((stack.shape[0], used + spare, *stack.shape[2:]), fill, stack.dtype)
 
     table = jnp.asarray(order.reshape(cache.page_table.shape), jnp.int32)
-    return Cache(*jax.tree.map(spoiled, (cache.latent, cache.index_keys)), table)
+    return PagedCache(*jax.tree.map(spoiled, (cache.latent, cache.index_keys)), table)
 
 
 def chunks(lengths: np.ndarray, size: int) -> list[np.ndarray]:
@@ -164,14 +172,14 @@ class Walk:
         self.mtp_logits = np.zeros((*shape, vocab), np.float32) if "mtp" in params else None
         self.mtp_topk = np.full((*shape, case.k), -1, np.int32) if "mtp" in params else None
 
-    def run(self, size: int, forms: Forms, upto: np.ndarray | None = None) -> "Walk":
+    def run(self, size: int, policy: ExecutionPolicy, upto: np.ndarray | None = None) -> "Walk":
         """Takes every row to its length, or to `upto`, in steps of at most `size` tokens."""
         goal = self.case.lengths if upto is None else upto
         for counts in chunks(goal - self.done, size):
-            self.take(counts, size, forms)
+            self.take(counts, size, policy)
         return self
 
-    def take(self, counts: np.ndarray, width: int, forms: Forms) -> tuple[Seen, np.ndarray]:
+    def take(self, counts: np.ndarray, width: int, policy: ExecutionPolicy) -> tuple[Seen, np.ndarray]:
         """One step of `width` columns with `counts[b]` tokens of each row; also returns the positions."""
         case, rows = self.case, range(len(counts))
         ranges = [np.arange(self.done[b], self.done[b] + counts[b]) for b in rows]
@@ -181,7 +189,7 @@ class Walk:
         positions = pad(ranges, width, -1, left=left)
         tokens = pad([case.tokens[b, columns[b]] for b in rows], width, nonsense, left=left)
         following = pad([case.next_tokens[b, columns[b]] for b in rows], width, nonsense, left=left)
-        seen, self.cache = self.step(self.params, self.config, tokens, following, positions, self.cache, forms=forms)
+        seen, self.cache = self.step(self.params, self.config, tokens, following, positions, self.cache, policy=policy)
         self._note(seen, positions)
         self.done = self.done + counts
         return seen, positions
@@ -228,13 +236,19 @@ class Walk:
         return self.cache.latent, self.cache.index_keys
 
     def draft(
-        self, forms: Forms, steps: int, *, width: int, counts: np.ndarray | None = None, draft_step: Any = DRAFT_STEP
+        self,
+        policy: ExecutionPolicy,
+        steps: int,
+        *,
+        width: int,
+        counts: np.ndarray | None = None,
+        draft_step: Any = DRAFT_STEP,
     ) -> tuple[np.ndarray, list[np.ndarray]]:
         """`counts` tokens of every row in one step, all that are left when None, then a chain of drafts from there.
 
         Returns the tokens of the chain, and what each of its steps selected.
         """
-        seen, positions = self.take(self.case.lengths - self.done if counts is None else counts, width, forms)
+        seen, positions = self.take(self.case.lengths - self.done if counts is None else counts, width, policy)
         rows, last = np.arange(len(positions)), positions.argmax(1)
         state = np.asarray(seen.mtp_state)[rows, last][:, None]
         tokens = [np.asarray(seen.mtp_logits)[rows, last].argmax(-1)]
@@ -245,7 +259,7 @@ class Walk:
             where = (self.done - 1 + number)[:, None].astype(np.int32)
             logits, state, self.cache, chosen = draft_step(
                 self.params, self.config, state, tokens[-1][:, None].astype(np.int32), where, self.cache,
-                forms=forms, selection=reused,
+                policy=policy, selection=reused,
             )  # fmt: skip
             tokens.append(np.asarray(logits)[:, 0].argmax(-1))
             sets.append(np.asarray(chosen.sorted_indices(self._k(chosen))))

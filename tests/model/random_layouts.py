@@ -27,15 +27,15 @@ import numpy as np
 
 from glm52_jax.cache.cache_format import CACHE_FORMATS
 from glm52_jax.config import ModelConfig, QuantizationConfig
-from glm52_jax.model.decoder_layer import Forms
-from glm52_jax.model.dispatch_policy import DispatchForm
+from glm52_jax.model.decoder_layer import ExecutionPolicy
+from glm52_jax.model.dispatch_policy import DispatchPolicy
 from glm52_jax.params.sharding import param_specs
 from infer.generate import generate
 from infer.selftest.tiny_model import in_blocks
 from sharding.errors import InputError
 from sharding.layout import AXES, DEFAULT_RULES, Layout, logical_names
 from tests.model.cases import complaints, figures
-from tests.model.mesh_paths import MeshWalk, placed
+from tests.model.mesh_paths import MeshWalk, device_put_args
 from tests.model.tiny import TinyCase, random_params, random_tokens, tiny, tiny_case
 
 CONFIG = tiny(
@@ -58,9 +58,9 @@ QUICK = dataclasses.replace(
 LENGTHS = (29, 17, 3, 22)  # three of them longer than `index_topk`
 NEW_TOKENS = 8
 FORMS = (
-    Forms("absorbed", "indices", "cpu"),
-    Forms("absorbed", "mask", "reference"),
-    Forms("expanded", "mask", "cpu"),
+    ExecutionPolicy("absorbed", "indices", "cpu"),
+    ExecutionPolicy("absorbed", "mask", "reference"),
+    ExecutionPolicy("expanded", "mask", "cpu"),
 )
 QUICK_DRAWS = 8
 METHODS = {"fp8": "fp8", "int8": "blockwise_int8"}
@@ -84,8 +84,8 @@ class Trial:
     layout: Layout
     weights: str = "plain"
     kv: str = "plain"
-    form: Forms = FORMS[0]
-    dispatch: DispatchForm | None = None
+    form: ExecutionPolicy = FORMS[0]
+    dispatch: DispatchPolicy | None = None
     size: int = 8
     page_size: int = 2
     drafts: int = 0
@@ -114,9 +114,9 @@ class Trial:
 
     def _walk(self) -> list[str]:
         case, parts = _case(self.weights, self.kv, self.quick), self.layout.parts("tokens")
-        forms = dataclasses.replace(self.form, dispatch=self.dispatch)
+        policy = dataclasses.replace(self.form, dispatch=self.dispatch)
         walk = MeshWalk(case, case.made_params, self.layout, page_size=self.page_size, form=CACHE_FORMATS[self.kv])
-        seen = walk.run(-(-self.size // parts) * parts, forms).seen
+        seen = walk.run(-(-self.size // parts) * parts, policy).seen
         if self.kv == "plain":
             return list(complaints(case, seen))
         found = figures(case, seen)  # a row that is rounded the other way moves what is made of it
@@ -128,7 +128,7 @@ class Trial:
         options: dict[str, Any] = {}
         if self.layout.devices > 1:
             mesh = self.layout.mesh(jax.devices()[: self.layout.devices])
-            params, options = placed(params, config, self.layout, mesh), {"layout": self.layout}
+            params, options = device_put_args(params, config, self.layout, mesh), {"layout": self.layout}
         # A smaller layout has the first of the devices, where `generate` would want all that there are.
         first = jax.devices()[: self.layout.devices]
         with patch.object(jax, "devices", lambda *_: first):
@@ -188,13 +188,15 @@ def draw(seed: int) -> Trial:
         rules["batch"] = rules.get("batch", ("data",)) if rng.random() < 0.8 else ()
     data = sizes[0]
     slices = int(rng.choice([s for s in (1, 2, 4) if data % s == 0]))
-    transport = DispatchForm("all_to_all", halves=bool(rng.random() < 0.3)) if rng.random() < 0.5 else None
+    exchange_implementation = (
+        DispatchPolicy("all_to_all", overlap=bool(rng.random() < 0.3)) if rng.random() < 0.5 else None
+    )
     return Trial(
         Layout(*sizes, slices=slices, name=f"draw-{seed}").with_rules(**rules),
         weights=str(rng.choice(["plain", "fp8", "int8"], p=[0.7, 0.2, 0.1])),
         kv=str(rng.choice(list(CACHE_FORMATS), p=[0.8, 0.1, 0.1])),
         form=FORMS[int(rng.integers(len(FORMS)))],
-        dispatch=transport,
+        dispatch=exchange_implementation,
         size=int(rng.choice([5, 8, 16])),
         page_size=int(rng.choice([1, 2, 3, 8])),
         drafts=int(rng.choice([0, 3])),

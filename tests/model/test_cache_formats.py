@@ -14,9 +14,9 @@ from hypothesis.extra import numpy as arrays
 
 import glm52_jax as glm
 from glm52_jax.cache.cache_format import INDEX_KEY_FORMATS, LATENT_FORMATS, PLAIN_CACHE, CacheFormat
-from glm52_jax.cache.paged_cache import Cache
+from glm52_jax.cache.paged_cache import PagedCache
 from glm52_jax.cache.pages import context_rows, gather_rows
-from glm52_jax.cache.row_formats import GroupRows, PackedRows, TensorRows, stack_of
+from glm52_jax.cache.row_formats import GroupScaledFormat, PackedStack, TensorScaledFormat, empty_stack
 from glm52_jax.config import load_config
 from glm52_jax.inspect.account import index_key_bytes, latent_row_bytes
 from glm52_jax.kernels.cache_write.api import write_rows
@@ -31,9 +31,9 @@ from tests.model.tiny import EXPANDED, random_params, tiny, tiny_case
 
 CONFIG = tiny(index_head_dim=16, index_n_heads=8)
 ROWS = {
-    "groups": GroupRows(coded=11, plain=3, dtype=jnp.dtype(jnp.bfloat16), group=4),
-    "row": GroupRows(coded=8, plain=0, dtype=jnp.dtype(jnp.float32), group=8),
-    "tensor": TensorRows(width=9, scales=(0.5, 2.0)),
+    "groups": GroupScaledFormat(coded=11, plain=3, dtype=jnp.dtype(jnp.bfloat16), group=4),
+    "row": GroupScaledFormat(coded=8, plain=0, dtype=jnp.dtype(jnp.float32), group=8),
+    "tensor": TensorScaledFormat(width=9, scales=(0.5, 2.0)),
 }
 FP8 = [
     CacheFormat("fp8_groups"),
@@ -76,7 +76,7 @@ def test_groups_are_rounded_by_the_least_power_of_two(values: np.ndarray, group:
 
 
 def test_what_is_beyond_a_layers_range_becomes_the_largest_code() -> None:
-    form = TensorRows(2, (1.0, 0.5))
+    form = TensorScaledFormat(2, (1.0, 0.5))
     codes = form.encode(jnp.array([1e5, -1e5]), 1)
     assert form.decode(codes, 1).tolist() == [224.0, -224.0]
 
@@ -87,14 +87,14 @@ def test_what_is_beyond_a_layers_range_becomes_the_largest_code() -> None:
 def test_rows_come_back_from_pages_as_they_were_rounded(name: str, tokens: int) -> None:
     form, rng = ROWS[name], np.random.default_rng(tokens)
     width = 14 if name == "groups" else 8 if name == "row" else 9
-    stack = stack_of(form, (2, 6, 3))
+    stack = empty_stack(form, (2, 6, 3))
     stack = jax.tree.map(lambda part: jnp.full(part.shape, jnp.nan, part.dtype), stack)
     table = jnp.array([[4, 0, 5], [1, 3, 2]], jnp.int32)
     positions = np.full((2, tokens), -1, np.int32)
     positions[0, : tokens - tokens // 3] = np.arange(tokens - tokens // 3)
     rows = rng.normal(size=(2, tokens, width)).astype(np.float32)
     written = write_rows(stack, 1, jnp.asarray(rows), table, jnp.asarray(positions), backend="reference")
-    assert isinstance(written, PackedRows)
+    assert isinstance(written, PackedStack)
     expected = np.asarray(form.decode(form.encode(jnp.asarray(rows), 1), 1))
     real = positions >= 0
     found = np.asarray(gather_rows(written, 1, table, jnp.asarray(positions)))
@@ -134,7 +134,7 @@ def test_the_model_is_the_same_through_every_path(params: dict, form: CacheForma
 
 
 def test_the_rotation_cancels_in_scores() -> None:
-    """B06: on both sides it changes nothing, on one side everything."""
+    """On both sides it changes nothing, on one side everything."""
     rng = np.random.default_rng(0)
     q, k = (jnp.asarray(rng.normal(size=(5, 16)), jnp.float32) for _ in range(2))
     exact = np.asarray(q @ k.T)
@@ -147,7 +147,9 @@ def test_the_rotation_cancels_in_scores() -> None:
 def test_a_rotation_of_keys_alone_is_seen(params: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     form = CacheFormat(index_keys="fp8_rotated")
     right = tiny_case(CONFIG, (29,), params=params, cache_format=form)
-    monkeypatch.setattr("glm52_jax.cache.row_formats.GroupRows.encode", _encode_unturned(GroupRows.encode))
+    monkeypatch.setattr(
+        "glm52_jax.cache.row_formats.GroupScaledFormat.encode", _encode_unturned(GroupScaledFormat.encode)
+    )
     jax.clear_caches()
     try:
         wrong = tiny_case(CONFIG, (29,), params=params, cache_format=form)
@@ -158,7 +160,7 @@ def test_a_rotation_of_keys_alone_is_seen(params: dict, monkeypatch: pytest.Monk
 
 def _encode_unturned(encode):
     @functools.wraps(encode)
-    def wrapped(self: GroupRows, rows: jax.Array, layer: jax.Array | int) -> dict[str, jax.Array]:
+    def wrapped(self: GroupScaledFormat, rows: jax.Array, layer: jax.Array | int) -> dict[str, jax.Array]:
         return encode(self, hadamard(rows) if self.rotated else rows, layer)  # turned back
 
     return wrapped
@@ -167,7 +169,7 @@ def _encode_unturned(encode):
 def test_unlike_caches_do_not_mix(params: dict) -> None:
     """The format is part of a cache's type: a compiled step takes no other, and leaves of two are never paired."""
     plain, rotated, unrotated = (
-        Cache.create(CONFIG, 1, 16, dtype=jnp.dtype(jnp.float32), form=form)
+        PagedCache.create(CONFIG, 1, 16, dtype=jnp.dtype(jnp.float32), form=form)
         for form in (PLAIN_CACHE, CacheFormat(index_keys="fp8_rotated"), CacheFormat(index_keys="fp8"))
     )
     for one, other in ((rotated, plain), (rotated, unrotated)):
@@ -186,7 +188,7 @@ def test_generation_is_that_of_whole_texts(params: dict) -> None:
     form = CacheFormat("fp8_groups", "fp8")
     prompt = list(range(3, 20))
     found = generate(params, CONFIG, [prompt], 6, stop_ids=(), cache_format=form, chunk=8)[0]
-    logits = glm.forward(params, CONFIG, np.array([prompt + found[:-1]]), forms=EXPANDED, cache_format=form)
+    logits = glm.forward(params, CONFIG, np.array([prompt + found[:-1]]), policy=EXPANDED, cache_format=form)
     assert np.asarray(jnp.argmax(logits[0, len(prompt) - 1 :], axis=-1)).tolist() == found
 
 

@@ -21,7 +21,7 @@ from glm52_jax.kernels.lib.products import einsum
 from glm52_jax.kernels.lib.selection import Selection
 from glm52_jax.kernels.router import reference as router
 from glm52_jax.model import attention, decoder_layer, indexer, moe, transformer
-from glm52_jax.model.decoder_layer import LayerPlace
+from glm52_jax.model.decoder_layer import LayerIndex
 from tests.model.cases import Case, all_cases
 from tests.model.faults import Patch, everywhere, fresh_decode, fresh_trace, mentions, rounded, wrap
 
@@ -42,7 +42,7 @@ def test_nothing_to_report_without_a_fault(padded: Case) -> None:
 
 
 def test_indexer_rotates_halves(case: Case) -> None:
-    """B01: the indexer's rotation pairs the two halves; nothing shows before tokens are dropped."""
+    """The indexer's rotation pairs the two halves; nothing shows before tokens are dropped."""
     found = fresh_trace(case, indexer_rope_interleave=False)
     mentions(found, "topk", "logits")
     first = next(f for f in found if f.startswith("topk"))
@@ -51,7 +51,7 @@ def test_indexer_rotates_halves(case: Case) -> None:
 
 
 def test_indexer_rotates_the_last_dimensions(case: Case, monkeypatch: Patch) -> None:
-    """B02: the rotated part of an index head is taken to be the last one, as in the main heads."""
+    """The rotated part of an index head is taken to be the last one, as in the main heads."""
 
     def last(config, x, rotary):
         width = config.qk_rope_head_dim
@@ -63,13 +63,13 @@ def test_indexer_rotates_the_last_dimensions(case: Case, monkeypatch: Patch) -> 
 
 
 def test_main_heads_rotate_halves(case: Case) -> None:
-    """B02: the main heads' rotation pairs the two halves."""
+    """The main heads' rotation pairs the two halves."""
     mentions(fresh_trace(case, rope_interleave=False), "layer 0 departs first", "logits")
 
 
 @pytest.mark.parametrize("forced", ["sinks", "self"])
 def test_forced_positions(case: Case, monkeypatch: Patch, forced: str) -> None:
-    """B03: the first positions, or the query's own, are in every selection whatever their score."""
+    """The first positions, or the query's own, are in every selection whatever their score."""
 
     def force(original, queries, weights, keys, layer, table, positions, **kw):
         scores = original(queries, weights, keys, layer, table, positions, **kw)
@@ -82,7 +82,7 @@ def test_forced_positions(case: Case, monkeypatch: Patch, forced: str) -> None:
 
 
 def test_scores_without_relu(case: Case, monkeypatch: Patch) -> None:
-    """B04: negative products count."""
+    """Negative products count."""
 
     def scores(queries, weights, keys, layer, table, positions):
         context = pages.context_rows(keys, layer, table, jnp.max(positions, axis=1) + 1)
@@ -94,25 +94,25 @@ def test_scores_without_relu(case: Case, monkeypatch: Patch) -> None:
 
 
 def test_selection_of_one_head(case: Case, monkeypatch: Patch) -> None:
-    """B04: heads do not vote together; a head's own favourites are taken."""
+    """Heads do not vote together; a head's own favourites are taken."""
     wrap(monkeypatch, indexer, "head_weights", lambda original, *a: original(*a) * (jnp.arange(8) == 0))
     mentions(fresh_trace(case), "topk")
 
 
 def test_head_weights_without_sign(case: Case, monkeypatch: Patch) -> None:
-    """B04: the heads' weights go through a softmax."""
+    """The heads' weights go through a softmax."""
     wrap(monkeypatch, indexer, "head_weights", lambda original, *a: jax.nn.softmax(original(*a), axis=-1))
     mentions(fresh_trace(case), "topk")
 
 
 def test_key_norm_without_bias(case: Case, monkeypatch: Patch) -> None:
-    """B05: the bias of the key norm is dropped."""
+    """The bias of the key norm is dropped."""
     wrap(monkeypatch, new_rows, "layer_norm", lambda original, x, scale, bias, eps: original(x, scale, 0 * bias, eps))
     mentions(fresh_trace(case), "topk")
 
 
 def test_key_norm_without_mean(case: Case, monkeypatch: Patch) -> None:
-    """B05: the key norm is an RMSNorm."""
+    """The key norm is an RMSNorm."""
     monkeypatch.setattr(new_rows, "layer_norm", lambda x, scale, bias, eps: rms_norm(x, scale, eps) + bias)
     mentions(fresh_trace(case), "topk")
 
@@ -130,29 +130,31 @@ def test_raw_latent_into_index_queries(case: Case, monkeypatch: Patch) -> None:
 
 @pytest.mark.parametrize("name", ["head_weights", "index_keys", "index_queries"])
 def test_scores_in_bfloat16(monkeypatch: Patch, name: str) -> None:
-    """B10: something that the scores are made of is rounded to bfloat16; one case is enough to notice."""
+    """Something that the scores are made of is rounded to bfloat16; one case is enough to notice."""
     if name == "index_keys":
-        make = new_rows.KeyMaking.__call__
-        monkeypatch.setattr(new_rows.KeyMaking, "__call__", lambda making, values: rounded(make(making, values)))
+        make = new_rows.IndexKeyTransform.__call__
+        monkeypatch.setattr(
+            new_rows.IndexKeyTransform, "__call__", lambda transform, values: rounded(make(transform, values))
+        )
     else:
         wrap(monkeypatch, indexer, name, lambda original, *a: rounded(original(*a)))
     assert any(fresh_trace(all_cases()[case]) for case in ("released_plan", "irregular_plan", "all_full"))
 
 
 def test_selection_ignored(case: Case, monkeypatch: Patch) -> None:
-    """B94: every layer attends to all it may see, and nobody notices on short texts."""
+    """Every layer attends to all it may see, and nobody notices on short texts."""
     _attend_to_all(monkeypatch, lambda place: jnp.bool_(True))
     assert not [f for f in fresh_trace(case) if f.startswith("topk differs") and "layer 0" in f]
     mentions(fresh_trace(case), "layer 0 departs first", "logits")
 
 
 def test_shared_layers_attend_to_all(case: Case, monkeypatch: Patch) -> None:
-    """B94: having an index cache is taken for being sparse, so that shared layers are dense."""
+    """Having an index cache is taken for being sparse, so that shared layers are dense."""
     _attend_to_all(monkeypatch, lambda place: jnp.logical_not(place.full))
     mentions(fresh_trace(case), "layer 3 departs first", "logits")
 
 
-def _attend_to_all(monkeypatch: Patch, where: Callable[[LayerPlace], jax.Array]) -> None:
+def _attend_to_all(monkeypatch: Patch, where: Callable[[LayerIndex], jax.Array]) -> None:
     places = []
 
     def remember(original, params, config, place, *rest):
@@ -166,25 +168,25 @@ def _attend_to_all(monkeypatch: Patch, where: Callable[[LayerPlace], jax.Array])
         selection = Selection(mask=chosen)
         return original(weights, config, projected, kept, layer, standing, selection, **options)
 
-    wrap(monkeypatch, transformer, "block", remember)
-    wrap(monkeypatch, decoder_layer, "attend", attend)
+    wrap(monkeypatch, transformer, "decoder_layer", remember)
+    wrap(monkeypatch, decoder_layer, "attention", attend)
 
 
 @pytest.mark.parametrize("name", ["released_plan", "irregular_plan"])
 def test_shared_layers_take_an_older_set(monkeypatch: Patch, name: str) -> None:
-    """B25: a shared layer takes the set of the full layer before the last one."""
+    """A shared layer takes the set of the full layer before the last one."""
 
-    def stale(original, params, config, place, x, rotary, positions, kept, selection, forms):
-        x, kept, chosen, experts = original(params, config, place, x, rotary, positions, kept, selection, forms)
+    def stale(original, params, config, place, x, rotary, positions, kept, selection, policy):
+        x, kept, chosen, experts = original(params, config, place, x, rotary, positions, kept, selection, policy)
         older = jnp.where(place.full, selection.indices, chosen.indices)
         return x, kept, Selection(indices=older), experts
 
-    wrap(monkeypatch, transformer, "block", stale)
+    wrap(monkeypatch, transformer, "decoder_layer", stale)
     mentions(fresh_trace(all_cases()[name]), "departs first", "logits")
 
 
 def test_schedule_by_remainder(monkeypatch: Patch) -> None:
-    """B25: the layers with an indexer are those whose number is a multiple of four, whatever the config says."""
+    """The layers with an indexer are those whose number is a multiple of four, whatever the config says."""
     case = all_cases()["irregular_plan"]
 
     def plan(original, config):
@@ -192,8 +194,8 @@ def test_schedule_by_remainder(monkeypatch: Patch) -> None:
         full = np.arange(config.num_hidden_layers) % 4 == 0
         return place._replace(full=full, indexer=np.where(full, np.cumsum(full) - 1, 0).astype(np.int32))
 
-    original = LayerPlace.plan
-    monkeypatch.setattr(LayerPlace, "plan", staticmethod(partial(plan, original)))
+    original = LayerIndex.plan
+    monkeypatch.setattr(LayerIndex, "plan", staticmethod(partial(plan, original)))
     mentions(fresh_trace(case), "topk", "logits")
 
 
@@ -206,7 +208,7 @@ def test_latent_norms_with_another_epsilon() -> None:
 
 
 def test_keys_and_values_swapped(monkeypatch: Patch) -> None:
-    """B14: rows of `kv_b_proj` are read as values first."""
+    """Rows of `kv_b_proj` are read as values first."""
     case = all_cases()["all_full"]
     weights = case.params()["attention"]
     both = jnp.concatenate([weights["k_up"], weights["v_up"]], axis=2)
@@ -216,7 +218,7 @@ def test_keys_and_values_swapped(monkeypatch: Patch) -> None:
 
 
 def test_scale_of_the_value_width(case: Case, monkeypatch: Patch) -> None:
-    """B18: the softmax scale is that of the part of a head that is not rotated."""
+    """The softmax scale is that of the part of a head that is not rotated."""
 
     def scaled(original, queries, *rest, **kw):
         return original(queries * (case.config.qk_head_dim / case.config.qk_nope_head_dim) ** 0.5, *rest, **kw)
@@ -236,13 +238,13 @@ def test_bias_of_the_projections_dropped(grouped: Case) -> None:
 
 
 def test_router_bias_in_bfloat16(case: Case, monkeypatch: Patch) -> None:
-    """B09: the correction bias goes through bfloat16, which cannot tell its values apart."""
+    """The correction bias goes through bfloat16, which cannot tell its values apart."""
     wrap(monkeypatch, moe, "route", lambda original, w, bias, *rest, **kw: original(w, rounded(bias), *rest, **kw))
     mentions(fresh_trace(case), "experts")
 
 
 def test_bias_in_the_mixing_weights(case: Case, monkeypatch: Patch) -> None:
-    """B09: the correction bias, meant for the choice only, gets into the gates."""
+    """The correction bias, meant for the choice only, gets into the gates."""
 
     def biased(original, weight, bias, config, x, real, **options):
         experts, _ = original(weight, bias, config, x, real, **options)
@@ -256,13 +258,13 @@ def test_bias_in_the_mixing_weights(case: Case, monkeypatch: Patch) -> None:
 
 @pytest.mark.parametrize("name", ["released_plan", "grouped_bias"])
 def test_gate_normalisation_ignored(name: str) -> None:
-    """B17: `norm_topk_prob` is read and then not used, either way."""
+    """`norm_topk_prob` is read and then not used, either way."""
     case = all_cases()[name]
     mentions(fresh_trace(case, norm_topk_prob=not case.config.norm_topk_prob), "logits")
 
 
 def test_scaling_twice(case: Case, monkeypatch: Patch) -> None:
-    """B17: the gates are multiplied by the factor twice."""
+    """The gates are multiplied by the factor twice."""
 
     def twice(original, weight, bias, config, *rest, **options):
         experts, gates = original(weight, bias, config, *rest, **options)
@@ -273,7 +275,7 @@ def test_scaling_twice(case: Case, monkeypatch: Patch) -> None:
 
 
 def test_shared_expert_scaled(case: Case, monkeypatch: Patch) -> None:
-    """B17: the factor of the routed experts is applied to the shared one too."""
+    """The factor of the routed experts is applied to the shared one too."""
     factor = case.config.routed_scaling_factor
     wrap(monkeypatch, moe, "sharded_mlp", lambda original, *a, **kw: original(*a, **kw) * factor)
     mentions(fresh_trace(case), "layer 3 departs first")
@@ -302,7 +304,7 @@ def test_groups_ranked_by_their_best(grouped: Case, monkeypatch: Patch) -> None:
 
 @pytest.mark.parametrize("fault", ["transposed", "ignored"])
 def test_fp8_scales(fault: str) -> None:
-    """B36: the scales are left out, or their grid is read the other way round."""
+    """The scales are left out, or their grid is read the other way round."""
     case = all_cases()["fp8"]
 
     def spoil(leaf):

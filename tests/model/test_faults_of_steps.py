@@ -25,7 +25,7 @@ def case(released: Case) -> Case:
 
 
 def test_padding_is_a_token(padded: Case, monkeypatch: Patch) -> None:
-    """B65: positions count the padding, which is cached and selected."""
+    """Positions count the padding, which is cached and selected."""
     monkeypatch.setattr(
         transformer, "_positions", lambda mask: jnp.broadcast_to(jnp.arange(mask.shape[1], dtype=jnp.int32), mask.shape)
     )
@@ -38,7 +38,7 @@ def test_padding_is_a_token(padded: Case, monkeypatch: Patch) -> None:
 
 
 def test_padding_is_written(padded: Case, monkeypatch: Patch) -> None:
-    """B07: a padding token's row goes to where -1 points, into the first slot."""
+    """A padding token's row goes to where -1 points, into the first slot."""
 
     def write(original, stack, layer, rows, table, positions, **kw):
         return original(stack, layer, rows, table, jnp.maximum(positions, 0), **kw)
@@ -48,7 +48,7 @@ def test_padding_is_written(padded: Case, monkeypatch: Patch) -> None:
 
 
 def test_minus_one_gathers(case: Case, monkeypatch: Patch) -> None:
-    """B07: an unused entry of a selection reads a row all the same."""
+    """An unused entry of a selection reads a row all the same."""
     wrap(
         monkeypatch,
         mla_reference,
@@ -59,7 +59,7 @@ def test_minus_one_gathers(case: Case, monkeypatch: Patch) -> None:
 
 
 def test_unwritten_slots_are_scored(case: Case, monkeypatch: Patch) -> None:
-    """B13: keys are not masked by position, and a NaN outranks every number."""
+    """Keys are not masked by position, and a NaN outranks every number."""
 
     def scores(queries, weights, keys, layer, table, positions):
         full = jnp.full(table.shape[0], table.shape[1] * keys.shape[2])
@@ -72,7 +72,7 @@ def test_unwritten_slots_are_scored(case: Case, monkeypatch: Patch) -> None:
 
 
 def test_decode_one_position_too_high(case: Case, monkeypatch: Patch) -> None:
-    """B16: decode rotates by a position one too high; alone it would cancel out, after a prefill it does not."""
+    """Decode rotates by a position one too high; alone it would cancel out, after a prefill it does not."""
     original = Rotary.at
 
     def at(positions, dim, theta):
@@ -83,7 +83,7 @@ def test_decode_one_position_too_high(case: Case, monkeypatch: Patch) -> None:
 
 
 def test_decode_does_not_store(case: Case, monkeypatch: Patch) -> None:
-    """B16: a decoded token's row is used but never written: the first token is right, the rest is not."""
+    """A decoded token's row is used but never written: the first token is right, the rest is not."""
 
     def write(original, stack, layer, rows, table, positions, **kw):
         return stack if rows.shape[1] == 1 else original(stack, layer, rows, table, positions, **kw)
@@ -93,7 +93,7 @@ def test_decode_does_not_store(case: Case, monkeypatch: Patch) -> None:
 
 
 def test_page_table_ignored(case: Case, monkeypatch: Patch) -> None:
-    """B61: rows are read in the order of the pool."""
+    """Rows are read in the order of the pool."""
 
     def rows(original, stack, layer, table, positions):
         return original(stack, layer, jnp.arange(table.size, dtype=jnp.int32).reshape(table.shape), positions)
@@ -103,14 +103,14 @@ def test_page_table_ignored(case: Case, monkeypatch: Patch) -> None:
 
 
 def test_long_chunks_end_at_a_page(case: Case, monkeypatch: Patch) -> None:
-    """B61, B62: a run that crosses more pages than its length suggests is cut short."""
+    """A run that crosses more pages than its length suggests is cut short."""
 
-    def write(stack, layer, values, table, positions, making):
+    def write(stack, layer, values, table, positions, transform):
         first = jnp.min(jnp.where(positions >= 0, positions, 2**30), axis=1, keepdims=True)
         near = positions // stack.shape[2] <= first // stack.shape[2]
-        return real_write(stack, layer, values, table, jnp.where(near, positions, -1), making)
+        return real_write(stack, layer, values, table, jnp.where(near, positions, -1), transform)
 
-    real_write = write_api._FORMS["reference"]
+    real_write = write_api._IMPLEMENTATIONS["reference"]
     everywhere(monkeypatch, write_api, write)
     mentions(fresh_decode(case), "departs first")
 
@@ -119,7 +119,7 @@ def test_long_chunks_end_at_a_page(case: Case, monkeypatch: Patch) -> None:
 
 
 def test_halves_of_the_projection_swapped(case: Case) -> None:
-    """B78: the projection takes [hidden, embedding] instead of [embedding, hidden]."""
+    """The projection takes [hidden, embedding] instead of [embedding, hidden]."""
     params = case.params()
     swapped = jnp.roll(params["mtp"]["project"], case.config.hidden_size, axis=1)
     found = fresh_trace(case, params | {"mtp": params["mtp"] | {"project": swapped}}, drafts=True)
@@ -128,7 +128,7 @@ def test_halves_of_the_projection_swapped(case: Case) -> None:
 
 
 def test_hidden_before_the_final_norm(case: Case, monkeypatch: Patch) -> None:
-    """B77: the draft layer gets the hidden state before the model's final norm."""
+    """The draft layer gets the hidden state before the model's final norm."""
     raw = []
 
     def remember(original, x, *rest):
@@ -139,24 +139,24 @@ def test_hidden_before_the_final_norm(case: Case, monkeypatch: Patch) -> None:
         return original(params, config, raw[-1][:, : hidden.shape[1]], *rest, **kw)
 
     wrap(monkeypatch, transformer, "rms_norm", remember)
-    wrap(monkeypatch, mtp, "advance", advance)
+    wrap(monkeypatch, mtp, "mtp_layer", advance)
     mentions(fresh_trace(case, drafts=True), "mtp_logits")
 
 
 def test_token_at_the_same_position(case: Case, monkeypatch: Patch) -> None:
-    """B78: the embedding is that of the token itself, not of the next one."""
+    """The embedding is that of the token itself, not of the next one."""
 
     def advance(original, params, config, hidden, tokens, *rest, **kw):
         return original(params, config, hidden, jnp.roll(tokens, 1, axis=1), *rest, **kw)
 
-    wrap(monkeypatch, mtp, "advance", advance)
+    wrap(monkeypatch, mtp, "mtp_layer", advance)
     mentions(fresh_trace(case, drafts=True), "mtp_logits")
 
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("fault", ["raw state recycled", "positions stand still", "trunk's selection"])
 def test_chain_of_drafts(monkeypatch: Patch, fault: str) -> None:
-    """B75, B77, B78: later drafts get the state before its norm, the same position again, or the trunk's last set."""
+    """Later drafts get the state before its norm, the same position again, or the trunk's last set."""
     {"raw": _recycle_raw, "positions": _stand_still, "trunk's": _trunk_selection}[fault.split()[0]](monkeypatch)
     sharing = [c for c in all_cases().values() if c.config.index_share_for_mtp_iteration]
     assert not all(fresh_drafts(case) for case in sharing)
@@ -174,14 +174,14 @@ def _recycle_raw(patch: Patch) -> None:
         return x
 
     wrap(patch, mtp, "rms_norm", norm)
-    wrap(patch, mtp, "logits", lambda original, params, x, *rest: original(params, rms_norm(x, *scales[-1]), *rest))
+    wrap(patch, mtp, "mtp_logits", lambda original, params, x, *rest: original(params, rms_norm(x, *scales[-1]), *rest))
 
 
 def _stand_still(patch: Patch) -> None:
     def advance(original, params, config, hidden, tokens, positions, *rest, **kw):
         return original(params, config, hidden, tokens, positions - (positions.shape[1] == 1), *rest, **kw)
 
-    wrap(patch, mtp, "advance", advance)
+    wrap(patch, mtp, "mtp_layer", advance)
 
 
 def _trunk_selection(patch: Patch) -> None:
@@ -196,4 +196,4 @@ def _trunk_selection(patch: Patch) -> None:
         return original(*args, selection=last[-1] if selection is None else selection, **kw)
 
     wrap(patch, transformer, "extend", extend)
-    wrap(patch, mtp, "advance", advance)
+    wrap(patch, mtp, "mtp_layer", advance)

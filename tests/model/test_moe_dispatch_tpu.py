@@ -20,7 +20,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from glm52_jax.config import load_config
 from glm52_jax.model.expert_dispatch import dispatch_experts
-from glm52_jax.model.dispatch_policy import GATHER, DispatchForm, account_of_all_to_all, account_of_gather
+from glm52_jax.model.dispatch_policy import GATHER, DispatchPolicy, all_to_all_cost, gather_cost
 from glm52_jax.params.quantization import FLOAT8, BlockQuantized
 from sharding.layout import Layout
 from sharding.exchange import OVERLAP_OPTIONS
@@ -41,7 +41,7 @@ def compiled(topology, layout, form, tokens, options=None):
     def stack(shape, axes):
         scales = (*shape[:-2], shape[-2] // 128, shape[-1] // 128)
         codes = array(shape, FLOAT8, axes)
-        return BlockQuantized(codes, array(scales, jnp.float32, axes), view=shape[-2:])
+        return BlockQuantized(codes, array(scales, jnp.float32, axes), logical_shape=shape[-2:])
 
     count, rows = CONFIG.n_routed_experts, layout.parts("batch") * tokens
     arguments = (
@@ -69,9 +69,9 @@ def compiled(topology, layout, form, tokens, options=None):
     # Beside the stated buffers: hidden rows of an expert, and its weights in float32 on the way to bfloat16.
     parts = layout.parts("expert_mlp")
     if form.name == "gather":
-        stated = account_of_gather(layout, tokens, CONFIG, 2).buffers
+        stated = gather_cost(layout, tokens, CONFIG, 2).buffers
     else:
-        stated = account_of_all_to_all(layout, tokens, CONFIG, 2, form).buffers
+        stated = all_to_all_cost(layout, tokens, CONFIG, 2, form).buffers
     allowed = stated + tokens * K * WIDTH // parts * 4 * 3 + 3 * EMBED * WIDTH // parts * 4
     print(topology, form.name, f"{used / MIB:.0f} MiB of temporaries, {stated / MIB:.0f} stated,",
           f"{allowed / MIB:.0f} allowed, {held / LAYERS / MIB:.0f} a layer", file=sys.stderr)
@@ -86,7 +86,7 @@ sums = re.findall(r"(\\w+)\\[[^\\n]* reduce-scatter\\(", text)
 assert sums == ["f32"], sums  # the cast to bfloat16 that follows has not moved before the sum
 print("gathered")
 
-sent = DispatchForm("all_to_all", "ragged")
+sent = DispatchPolicy("all_to_all", "ragged")
 text = compiled("v5e:2x2", Layout(expert=4), sent, 256)
 assert count(text, "ragged-all-to-all") == 3, count(text, "ragged-all-to-all")
 text = compiled("v5p:2x2x2", Layout(data=2, expert=2, tensor=2), sent, 256)
@@ -98,7 +98,7 @@ text = compiled("v5e:2x2", Layout(data=2, expert=4, slices=2).with_rules(**over_
 assert count(text, "ragged-all-to-all") == 6
 print("by slice")
 
-halves = DispatchForm("all_to_all", "ragged", halves=True)
+halves = DispatchPolicy("all_to_all", "ragged", overlap=True)
 text = compiled("v5p:2x2x1", Layout(expert=4), halves, 256, OVERLAP_OPTIONS)
 lines = text.splitlines()
 begun = {m[1]: n for n, line in enumerate(lines) if (m := re.match(r" *%(\\S+) = .* ragged-all-to-all-start\\(", line))}

@@ -1,6 +1,6 @@
 """Properties of the arithmetic that need no reference: rotation, selection rule, norms, experts, plans, gradients.
 
-Row numbers (B02, ...) are those of a list of faults that were reported for models of this class.
+The faults that these tests would catch are listed in docs/known_faults.md.
 """
 
 import dataclasses
@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 import glm52_jax as glm
-from glm52_jax.cache.page_sharding import Places
-from glm52_jax.cache.paged_cache import Cache
+from glm52_jax.cache.page_sharding import TokenPositions
+from glm52_jax.cache.paged_cache import PagedCache
 from glm52_jax.config import ModelConfig
 from glm52_jax.kernels.lib.layers import Rotary, layer_norm, rms_norm
 from glm52_jax.kernels.lib.selection import Selection
-from glm52_jax.kernels.lib.stacks import take
+from glm52_jax.kernels.lib.stacks import layer_of
 from glm52_jax.model import attention, indexer, moe, mtp, transformer
-from glm52_jax.model.decoder_layer import LayerPlace, block
+from glm52_jax.model.decoder_layer import LayerIndex, decoder_layer
 from sharding.errors import InputError
 from sharding.layout import SINGLE
 from tests.model.paths import QUICK_OPTIONS
@@ -46,7 +46,7 @@ quick_jit = partial(jax.jit, compiler_options=QUICK_OPTIONS)
 
 
 def layer(name: str, number: int = 0) -> dict:
-    return take(random_params()[name], number)
+    return layer_of(random_params()[name], number)
 
 
 def rotary(positions: np.ndarray) -> Rotary:
@@ -54,14 +54,14 @@ def rotary(positions: np.ndarray) -> Rotary:
 
 
 def latent_row(projected: attention.Projected, angles: Rotary) -> jax.Array:
-    return attention.latent_making(layer("attention"), TINY, angles)(projected.kv)
+    return attention.latent_row_transform(layer("attention"), TINY, angles)(projected.kv)
 
 
 # --- rotary embedding
 
 
 def test_position_zero_leaves_queries_and_keys_as_they_are() -> None:
-    """B02, and which slice is the rotated one: the last of a main head, the first of an index head."""
+    """And which slice is the rotated one: the last of a main head, the first of an index head."""
     x, latent = normal(1, 6, TINY.hidden_size), normal(1, 6, TINY.q_lora_rank)
     still, moved = rotary(np.zeros((1, 6))), rotary(np.arange(1, 7)[None])
     a, b = (attention.project(layer("attention"), TINY, x, r) for r in (still, moved))
@@ -78,7 +78,7 @@ def test_position_zero_leaves_queries_and_keys_as_they_are() -> None:
 
 
 def test_a_common_shift_changes_no_score() -> None:
-    """B02: rotation is relative, for attention and indexer."""
+    """Rotation is relative, for attention and indexer."""
     x, latent = normal(1, 9, TINY.hidden_size), normal(1, 9, TINY.q_lora_rank)
 
     def scores(shift: int) -> tuple[np.ndarray, np.ndarray]:
@@ -96,7 +96,7 @@ def test_a_common_shift_changes_no_score() -> None:
 
 @pytest.mark.parametrize("interleave", [True, False])
 def test_pairs_of_the_rotation(interleave: bool) -> None:
-    """B01: adjacent pairs, or the two halves; against complex numbers."""
+    """Adjacent pairs, or the two halves; against complex numbers."""
     x, turned = normal(2, 5, 3, ROPE), rotary(np.arange(10).reshape(2, 5) * 11)
     got = np.asarray(turned.rotate(x, interleave=interleave))
     pairs = (
@@ -113,7 +113,7 @@ def test_pairs_of_the_rotation(interleave: bool) -> None:
 
 @pytest.mark.parametrize("jit", [True, False])
 def test_rotary_tables_at_a_million(jit: bool) -> None:
-    """B63: float32 tables, int32 positions; the angle is right to 0.02 rad at 1M tokens."""
+    """Float32 tables, int32 positions; the angle is right to 0.02 rad at 1M tokens."""
     positions = np.array([[0, 1, 257, 4096, 131_072, 1_048_575]], np.int32)
     make = jax.jit(Rotary.at, static_argnums=(1, 2)) if jit else Rotary.at
     table = make(jnp.asarray(positions), 64, 8e6)
@@ -134,11 +134,11 @@ def test_rotary_tables_at_a_million(jit: bool) -> None:
 def select(keys: np.ndarray, x: jax.Array, latent: jax.Array, form: str, backend: str, config: ModelConfig = TINY):
     """The selection of queries at positions 0, 1, ... against given index keys, as a mask."""
     length = keys.shape[0]
-    cache = Cache.create(config, 1, length, dtype=jnp.float32, page_size=length)
+    cache = PagedCache.create(config, 1, length, dtype=jnp.float32, page_size=length)
     cache = dataclasses.replace(cache, index_keys=cache.index_keys.at[1, 0].set(keys))
     positions = jnp.arange(length, dtype=jnp.int32)[None]
-    places = Places.of(SINGLE, cache, positions)
-    got = indexer.select(
+    places = TokenPositions.of(SINGLE, cache, positions)
+    got = indexer.select_positions(
         layer("indexer"),
         config,
         x,
@@ -159,7 +159,7 @@ def select(keys: np.ndarray, x: jax.Array, latent: jax.Array, form: str, backend
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("form", ["indices", "mask"])
 def test_selection_is_the_plain_top_k(form: str, backend: str) -> None:
-    """B03, B04: one set a query, by the weighted sum over heads of ReLUs; no sink and no query is forced in."""
+    """One set a query, by the weighted sum over heads of ReLUs; no sink and no query is forced in."""
     length, k = 40, TINY.index_topk
     keys, x = np.array(normal(length, TINY.index_head_dim)), normal(1, length, TINY.hidden_size)
     keys[:4] *= 0.01  # a distractor block that leaves the first positions behind
@@ -184,7 +184,7 @@ def test_selection_is_the_plain_top_k(form: str, backend: str) -> None:
 
 
 def test_key_norm_is_a_layer_norm_with_its_own_epsilon() -> None:
-    """B05: the mean is removed, the bias is used, epsilon is 1e-6."""
+    """The mean is removed, the bias is used, epsilon is 1e-6."""
     width = TINY.index_head_dim
     row = 2.0 + 1e-3 * GENERATOR.standard_normal(width)  # a variance of 1e-6
     weights = {"k": jnp.asarray(row[:, None] * np.eye(1, TINY.hidden_size), jnp.float32)}
@@ -226,7 +226,7 @@ def gates_in_float64(config: ModelConfig, weight, bias, x) -> tuple[np.ndarray, 
 @pytest.mark.parametrize("normalised", [True, False])
 @pytest.mark.parametrize(("factor", "k"), [(1.0, 2), (2.5, 2), (2.5, 1)])
 def test_gates(normalised: bool, factor: float, k: int) -> None:
-    """B17: un-biased sigmoids, normalised only if asked, multiplied by the factor once."""
+    """Un-biased sigmoids, normalised only if asked, multiplied by the factor once."""
     config = tiny(norm_topk_prob=normalised, routed_scaling_factor=factor, num_experts_per_tok=k)
     weight, bias, x = normal(8, 32), 7 + normal(8), normal(20, 32)
     experts, gates = moe.route(weight, bias, config, x, jnp.arange(20) < 18, backend="reference")
@@ -240,7 +240,7 @@ def test_gates(normalised: bool, factor: float, k: int) -> None:
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_the_shared_expert_is_not_scaled(backend: str) -> None:
-    """B17: with routed experts of zero, the layer is the shared expert whatever the factor."""
+    """With routed experts of zero, the layer is the shared expert whatever the factor."""
     stack = dict(random_params()["moe"])
     stack["down"] = jnp.zeros_like(stack["down"])
     x, real = normal(1, 5, 32), jnp.ones((1, 5), bool)
@@ -250,7 +250,7 @@ def test_the_shared_expert_is_not_scaled(backend: str) -> None:
 
 
 def test_router_bias_far_from_zero() -> None:
-    """B09: 256 experts with biases in a narrow band far from zero, of which bfloat16 would leave nine values."""
+    """256 experts with biases in a narrow band far from zero, of which bfloat16 would leave nine values."""
     config = tiny(n_routed_experts=256, num_experts_per_tok=8)
     weight, x = normal(256, 32) / 8, normal(200, 32)
     bias = jnp.asarray(GENERATOR.uniform(6.817, 7.063, 256), jnp.float32)
@@ -287,24 +287,24 @@ def test_a_nan_of_the_router_shows(backend: str) -> None:
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("plan", ["fsffssf", pytest.param("fsssfss", marks=pytest.mark.slow), "ffff"])
 def test_scan_equals_a_loop(plan: str) -> None:
-    """B25: any plan of full and shared layers, scanned with flags as data, is the plain loop over known layers."""
+    """Any plan of full and shared layers, scanned with flags as data, is the plain loop over known layers."""
     types = tuple({"f": "full", "s": "shared"}[letter] for letter in plan)
     kinds = ("dense",) + ("sparse",) * (len(plan) - 1)
     config = tiny(num_hidden_layers=len(plan), indexer_types=types, mlp_layer_types=kinds, num_nextn_predict_layers=0)
     params, tokens = random_params(config), random_tokens(1, 14)
-    trace = glm.trace(params, config, tokens, forms=ABSORBED)
+    trace = glm.trace(params, config, tokens, policy=ABSORBED)
 
     @quick_jit
     def loop(params):
         positions = jnp.arange(14, dtype=jnp.int32)[None]
-        cache = Cache.create(config, 1, 14, dtype=jnp.float32, page_size=14)
-        places = Places.of(SINGLE, cache, positions)
+        cache = PagedCache.create(config, 1, 14, dtype=jnp.float32, page_size=14)
+        places = TokenPositions.of(SINGLE, cache, positions)
         x, chosen, turned = params["embed"][tokens], Selection.empty(1, 14, k=8), rotary(positions)
         streams, sets, indexers = [], [], 0
         for number, (kind, mlp_kind) in enumerate(zip(types, kinds, strict=True)):
-            place = LayerPlace(number, kind == "full", indexers, mlp_kind == "dense", max(number - 1, 0))
+            place = LayerIndex(number, kind == "full", indexers, mlp_kind == "dense", max(number - 1, 0))
             streams.append(x)
-            x, cache, chosen, _ = block(params, config, place, x, turned, places, cache, chosen, ABSORBED)
+            x, cache, chosen, _ = decoder_layer(params, config, place, x, turned, places, cache, chosen, ABSORBED)
             sets.append(chosen.sorted_indices(8))
             indexers += kind == "full"
         return streams, sets
@@ -315,14 +315,14 @@ def test_scan_equals_a_loop(plan: str) -> None:
 
 
 def test_a_plan_needs_a_first_selection() -> None:
-    """B25: a first layer that shares is refused when the config is made."""
+    """A first layer that shares is refused when the config is made."""
     with pytest.raises(InputError, match=r"indexer_types\[0\] is 'shared'"):
         tiny(indexer_types=("shared", "full", "shared", "full"))
 
 
 @pytest.mark.parametrize("half", ["embedding", "hidden"])
 def test_halves_of_the_projection(half: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """B78: the first half takes the next token's normed embedding, the second the normed hidden state."""
+    """The first half takes the next token's normed embedding, the second the normed hidden state."""
     params = random_params()
     width = TINY.hidden_size
     eye, zero = np.eye(width), np.zeros((width, width))
@@ -330,15 +330,15 @@ def test_halves_of_the_projection(half: str, monkeypatch: pytest.MonkeyPatch) ->
     params = params | {"mtp": params["mtp"] | {"project": jnp.asarray(project, jnp.float32)}}
     seen = []
 
-    def remember(params, config, place, x, turned, positions, cache, selection, forms):
+    def remember(params, config, place, x, turned, positions, cache, selection, policy):
         seen.append((x, turned))
         return x, cache, selection, None
 
-    monkeypatch.setattr(mtp, "block", remember)
+    monkeypatch.setattr(mtp, "decoder_layer", remember)
     hidden, following = normal(1, 3, width), random_tokens(1, 3)
-    cache = Cache.create(TINY, 1, 8, dtype=jnp.float32)
+    cache = PagedCache.create(TINY, 1, 8, dtype=jnp.float32)
     places = jnp.arange(2, 5, dtype=jnp.int32)[None]
-    mtp.advance(params, TINY, hidden, following, places, cache, ABSORBED)
+    mtp.mtp_layer(params, TINY, hidden, following, places, cache, ABSORBED)
     source = params["embed"][following] if half == "embedding" else hidden
     scale = params["mtp"]["embed_norm" if half == "embedding" else "hidden_norm"]
     np.testing.assert_allclose(seen[0][0], rms_norm(source, scale, TINY.rms_norm_eps), atol=1e-5)
@@ -348,26 +348,26 @@ def test_halves_of_the_projection(half: str, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_absorbed_and_expanded_attention(dtype: str) -> None:
-    """B14: one layer's attention in both forms at every position, on the same cache and selection."""
+    """One layer's attention in both forms at every position, on the same cache and selection."""
     config, length = tiny(dtype=dtype), 40
-    weights = take(random_params(config, dtype=dtype)["attention"], 1)
+    weights = layer_of(random_params(config, dtype=dtype)["attention"], 1)
     places = jnp.arange(length, dtype=jnp.int32)[None]
     made = attention.project(weights, config, normal(1, length, config.hidden_size).astype(dtype), rotary(places))
-    row = attention.latent_making(weights, config, rotary(places))(made.kv)
-    cache = Cache.create(config, 1, length, dtype=row.dtype, page_size=length)
+    row = attention.latent_row_transform(weights, config, rotary(places))(made.kv)
+    cache = PagedCache.create(config, 1, length, dtype=row.dtype, page_size=length)
     cache = dataclasses.replace(cache, latent=cache.latent.at[1, 0].set(row[0]))
     ranks = GENERATOR.random((1, length, length)) + 2.0 * (np.arange(length) > np.arange(length)[:, None])
     mask = jnp.asarray((np.argsort(np.argsort(ranks)) < 8) & (ranks < 1))
 
     def attend(weights, made, expanded, backend):
         chosen = Selection(mask=mask)
-        return attention.attend(
+        return attention.attention(
             weights,
             config,
             made,
             cache,
             1,
-            Places.of(SINGLE, cache, places),
+            TokenPositions.of(SINGLE, cache, places),
             chosen,
             expanded=expanded,
             backend=backend,
@@ -389,16 +389,16 @@ def test_absorbed_and_expanded_attention(dtype: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["absorbed", pytest.param("expanded", marks=pytest.mark.slow)])
 def test_a_dead_row_spoils_no_gradient(form: str) -> None:
-    """B08: a row of nothing but padding: finite loss and gradients, those of the live row alone."""
+    """A row of nothing but padding: finite loss and gradients, those of the live row alone."""
     config = tiny(num_hidden_layers=2, indexer_types=("full", "full"), mlp_layer_types=("dense", "sparse"))
     config = config.without_mtp()
     params, tokens = random_params(config), random_tokens(2, 12)
-    forms = ABSORBED if form == "absorbed" else EXPANDED
+    policy = ABSORBED if form == "absorbed" else EXPANDED
 
     @quick_jit
     def gradients(tokens, mask):
         def loss(params):
-            logits = transformer._forward.__wrapped__(params, config, tokens, mask, forms)
+            logits = transformer._forward.__wrapped__(params, config, tokens, mask, policy)
             chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1)[..., 0]
             return -jnp.sum(jnp.where(mask, chosen, 0.0))
 

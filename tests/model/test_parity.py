@@ -7,7 +7,7 @@ import pytest
 import glm52_jax as glm
 from glm52_jax.config import FULL
 from glm52_jax.model import transformer
-from glm52_jax.model.decoder_layer import Forms
+from glm52_jax.model.decoder_layer import ExecutionPolicy
 from tests.model.cases import (
     FORMS,
     ON_TPUS,
@@ -68,10 +68,10 @@ QUICK_BFLOAT16 = {
 AS_USERS_RUN_IT = transformer._trace  # before the fixture `quick_compiler` replaces it
 
 
-def traced(case: Case, forms: Forms, dtype: jnp.dtype = jnp.float32) -> Run:
+def traced(case: Case, policy: ExecutionPolicy, dtype: jnp.dtype = jnp.float32) -> Run:
     """Whole texts at once; embeddings of padding are NaN."""
     tokens = np.where(case.real, case.tokens, case.unused_token)
-    return Run.of(glm.trace(case.spoiled_params(dtype), case.config, tokens, case.real, forms=forms))
+    return Run.of(glm.trace(case.spoiled_params(dtype), case.config, tokens, case.real, policy=policy))
 
 
 @pytest.mark.quick(4)
@@ -98,7 +98,7 @@ def test_steps_by_the_kernels_for_tpus(case: Case) -> None:
 def test_forward_gives_the_logits_of_trace(released: Case) -> None:
     params = released.params()
     for form in ("absorbed-indices-cpu", "expanded-mask-cpu"):
-        logits = glm.forward(params, released.config, released.tokens, forms=FORMS[form])
+        logits = glm.forward(params, released.config, released.tokens, policy=FORMS[form])
         assert np.abs(np.asarray(logits) - released.golden["logits"]).max() < 2e-4
 
 
@@ -129,7 +129,7 @@ def test_decode_after_an_expanded_prefill(case: Case) -> None:
 @pytest.mark.quick(2)
 @each_case("released_plan", "left_padded", "irregular_plan")
 def test_greedy_decode(case: Case) -> None:
-    """B16: token by token after a prefill, the continuation that the reference computes from the start each time."""
+    """Token by token after a prefill, the continuation that the reference computes from the start each time."""
     walk = Walk(case, case.spoiled_params(), page_size=5)
     walk.run(7, FORMS[DECODE])
     rows = np.arange(len(case.tokens))
@@ -139,7 +139,7 @@ def test_greedy_decode(case: Case) -> None:
         positions = (case.lengths + number)[:, None].astype(np.int32)
         tokens = token[:, None].astype(np.int32)
         seen, walk.cache = walk.step(
-            walk.params, walk.config, tokens, tokens, positions, walk.cache, forms=FORMS[DECODE]
+            walk.params, walk.config, tokens, tokens, positions, walk.cache, policy=FORMS[DECODE]
         )
         token = np.asarray(seen.logits)[:, 0].argmax(-1)
 
@@ -147,7 +147,7 @@ def test_greedy_decode(case: Case) -> None:
 @pytest.mark.quick(2)
 @each_case_and("form", QUICK_DRAFTS, having="mtp_draft")
 def test_chain_of_drafts(case: Case, form: str) -> None:
-    """B75: rows end in a step of unequal counts; its last row's selection is reused, or each draft selects anew."""
+    """Rows end in a step of unequal counts; its last row's selection is reused, or each draft selects anew."""
     expected, size = case.golden["mtp_draft"], 7 if form == DECODE else 16
     walk = Walk(case, case.spoiled_params(), page_size=5)
     walk.run(size, FORMS[form], upto=case.lengths - 1 - np.arange(len(case.tokens)) % 3)
@@ -169,7 +169,7 @@ def test_chain_of_drafts(case: Case, form: str) -> None:
 def test_fp8_kept_equals_fp8_dequantised(form: str, dtype: str) -> None:
     case = _cases_in_fp8()[0]
     kept, plain = (
-        glm.trace(case.params(dtype, fp8), case.config, case.tokens, case.real, forms=FORMS[form])
+        glm.trace(case.params(dtype, fp8), case.config, case.tokens, case.real, policy=FORMS[form])
         for fp8 in ("keep", "dequantize")
     )
     assert np.array_equal(kept.topk, plain.topk)
@@ -180,7 +180,7 @@ def test_fp8_kept_equals_fp8_dequantised(form: str, dtype: str) -> None:
 
 def test_fp8_dequantised_is_the_reference() -> None:
     for case in _cases_in_fp8():
-        trace = glm.trace(case.params(fp8="dequantize"), case.config, case.tokens, case.real, forms=FORMS[DECODE])
+        trace = glm.trace(case.params(fp8="dequantize"), case.config, case.tokens, case.real, policy=FORMS[DECODE])
         check(case, Run.of(trace))
 
 
@@ -204,7 +204,7 @@ def test_bfloat16(case: Case, form: str) -> None:
 
 @pytest.mark.slow
 def test_a_departure_is_named(released: Case) -> None:
-    """B15: the report says which layer departs first."""
+    """The report says which layer departs first."""
     run = traced(released, FORMS[DECODE])
     assert not list(complaints(released, run))
     run.hidden = run.hidden + 1e-3 * (np.arange(len(run.hidden)) >= 4)[:, None, None, None]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm52_jax.cache.paged_cache import Cache
+from glm52_jax.cache.paged_cache import PagedCache
 from glm52_jax.kernels.index_scores.api import index_scores
 from glm52_jax.kernels.lib.layers import Rotary
 from glm52_jax.model import indexer, moe, transformer
@@ -63,7 +63,6 @@ def setting(dtype: str) -> tuple:
 
 
 def test_gate(dtype: str) -> None:
-    """B10."""
     config, params, x, _ = setting(dtype)
     stack = params["moe"]
     found = traced(
@@ -78,7 +77,6 @@ def test_gate(dtype: str) -> None:
 
 
 def test_head_weights(dtype: str) -> None:
-    """B10."""
     config, params, x, _ = setting(dtype)
     weights = jax.tree.map(lambda a: a[0], params["indexer"])
     found = traced(lambda x: indexer.head_weights(weights, config, x), x)
@@ -87,7 +85,7 @@ def test_head_weights(dtype: str) -> None:
 
 
 def test_index_keys_and_queries(dtype: str) -> None:
-    """B10: accumulated in float32, and never rounded before the scores."""
+    """Accumulated in float32, and never rounded before the scores."""
     config, params, x, places = setting(dtype)
     weights = jax.tree.map(lambda a: a[0], params["indexer"])
     rotary = Rotary.at(places, config.qk_rope_head_dim, config.rope_theta)
@@ -103,9 +101,9 @@ def test_index_keys_and_queries(dtype: str) -> None:
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_index_scores(dtype: str, backend: str, tokens: int) -> None:
-    """B10: the products of queries and cached keys, whatever the cache holds."""
+    """The products of queries and cached keys, whatever the cache holds."""
     config = tiny(dtype=dtype)
-    keys = Cache.create(config, 1, 64, dtype=dtype).index_keys
+    keys = PagedCache.create(config, 1, 64, dtype=dtype).index_keys
     queries = jnp.ones((1, tokens, config.index_n_heads, config.index_head_dim))
     weights, table = jnp.ones((1, tokens, config.index_n_heads)), jnp.zeros((1, 1), jnp.int32)
     places = jnp.arange(tokens, dtype=jnp.int32)[None]
@@ -135,7 +133,7 @@ def test_whole_model(dtype: str, form: str) -> None:
 
 
 def test_logits_of_the_router_that_differ_by_little() -> None:
-    """B10: 1e-4 apart, which bfloat16 operands cannot tell."""
+    """1e-4 apart, which bfloat16 operands cannot tell."""
     config = tiny(num_experts_per_tok=1)
     x = jnp.ones((1, 32))
     weight = np.zeros((8, 32), np.float32)

@@ -12,8 +12,8 @@ import numpy as np
 import glm52_jax as glm
 from glm52_jax.cache.cache_format import CacheFormat
 from glm52_jax.config import ModelConfig
-from glm52_jax.model.decoder_layer import Forms
-from glm52_jax.params.init import build
+from glm52_jax.model.decoder_layer import ExecutionPolicy
+from glm52_jax.params.init import build_tree
 from glm52_jax.params.spec import Param
 from tests.model.cases import Case, Run
 
@@ -44,7 +44,10 @@ TINY = ModelConfig(
     index_share_for_mtp_iteration=True,
     dtype="float32",
 )
-ABSORBED, EXPANDED = Forms("absorbed", "indices", "reference"), Forms("expanded", "mask", "reference")
+ABSORBED, EXPANDED = (
+    ExecutionPolicy("absorbed", "indices", "reference"),
+    ExecutionPolicy("expanded", "mask", "reference"),
+)
 
 
 def tiny(**changes: Any) -> ModelConfig:
@@ -69,7 +72,7 @@ def random_params(config: ModelConfig = TINY, seed: int = 0, dtype: str = "float
             values = values / np.sqrt(param.fan_in)
         return jnp.asarray(values, jnp.float32 if param.float32 else jnp.dtype(dtype))
 
-    return build(config, make)
+    return build_tree(config, make)
 
 
 def random_tokens(*shape: int, seed: int = 0, vocab: int = TINY.vocab_size - 1) -> np.ndarray:
@@ -102,7 +105,7 @@ def tiny_case(
     lengths: tuple[int, ...],
     *,
     seed: int = 0,
-    form: Forms = EXPANDED,
+    form: ExecutionPolicy = EXPANDED,
     params: Any = None,
     tokens: Any = None,
     cache_format: CacheFormat | None = None,
@@ -112,7 +115,7 @@ def tiny_case(
     length = max(lengths)
     tokens = random_tokens(len(lengths), length, seed=seed) if tokens is None else tokens
     mask = np.stack([np.arange(length) >= length - n for n in lengths])
-    run = Run.of(glm.trace(params, config, tokens, mask, forms=form, cache_format=cache_format))
+    run = Run.of(glm.trace(params, config, tokens, mask, policy=form, cache_format=cache_format))
     golden = {name: getattr(run, name) for name in ("logits", "hidden", "topk", "experts", "mtp_logits")}
     golden = {name: array for name, array in golden.items() if array is not None}
     greedy = np.zeros((len(lengths), 1), np.int32)

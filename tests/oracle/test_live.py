@@ -23,7 +23,9 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 
 def test_whole_texts(case: Case) -> None:
-    check(case, Run.of(glm.trace(case.params(), case.config, case.tokens, case.real, forms=FORMS["expanded-mask-cpu"])))
+    check(
+        case, Run.of(glm.trace(case.params(), case.config, case.tokens, case.real, policy=FORMS["expanded-mask-cpu"]))
+    )
 
 
 def test_through_the_cache(case: Case) -> None:

@@ -30,15 +30,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def two_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rows(scales: tuple[float, ...], *, rotation: bool) -> list[quantization_error.Form]:
+    def rows(scales: tuple[float, ...], *, rotation: bool) -> list[quantization_error.Variant]:
         assert len(scales) == CONFIG.num_hidden_layers
         assert not rotation  # a width of 20
         return [
-            quantization_error.Form("nothing", cache=PLAIN_CACHE),
-            quantization_error.Form("both", "fp8", CacheFormat("fp8_groups", "fp8")),
+            quantization_error.Variant("nothing", cache=PLAIN_CACHE),
+            quantization_error.Variant("both", "fp8", CacheFormat("fp8_groups", "fp8")),
         ]
 
-    monkeypatch.setattr(precision, "forms", rows)
+    monkeypatch.setattr(quantization_error, "variants", rows)
 
 
 @pytest.mark.slow
@@ -82,7 +82,7 @@ def test_a_yardstick_that_is_no_number_is_refused(folder: Path) -> None:
 
 
 def test_the_table_has_every_form() -> None:
-    rows = quantization_error.forms((1.0,), rotation=True)
+    rows = quantization_error.variants((1.0,), rotation=True)
     assert [row.name for row in rows if row.weights] == [
         "weights BF16",
         "weights FP8 blocks",
@@ -91,7 +91,7 @@ def test_the_table_has_every_form() -> None:
     ]
     assert {row.cache.latent for row in rows} == {"plain", "fp8_groups", "fp8_tensor"}
     assert {row.cache.index_keys for row in rows} == {"plain", "fp8", "fp8_rotated"}
-    assert len(quantization_error.forms((1.0,), rotation=False)) == len(rows) - 1
+    assert len(quantization_error.variants((1.0,), rotation=False)) == len(rows) - 1
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,8 @@ def one():
     return Topology.parse("v5e:1x1").mesh(Layout())
 
 
-def array(placed, shape, dtype=BF16, *spec):
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(placed.mesh, P(*spec)))
+def array(device_put_args, shape, dtype=BF16, *spec):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(device_put_args.mesh, P(*spec)))
 
 
 def layer(x, w):
@@ -140,14 +140,16 @@ def test_an_all_to_all_and_a_sum(eight):
 
 
 def test_two_slices():
-    placed = Topology.parse("2xv6e:2x2").mesh(Layout(data=2, expert=2, tensor=2, slices=2))
+    device_put_args = Topology.parse("2xv6e:2x2").mesh(Layout(data=2, expert=2, tensor=2, slices=2))
     mapped = jax.shard_map(
         lambda x: jax.lax.psum(x, ("data", "expert")),
-        mesh=placed.mesh,
+        mesh=device_put_args.mesh,
         in_specs=P(("data", "expert"), "tensor"),
         out_specs=P(None, "tensor"),
     )
-    found = compile_for(mapped, (array(placed, (4096, 1024), BF16, ("data", "expert"), "tensor"),), placed).program
+    found = compile_for(
+        mapped, (array(device_put_args, (4096, 1024), BF16, ("data", "expert"), "tensor"),), device_put_args
+    ).program
     assert {one.network for one in found.collectives} == {"ici", "dcn"}
     (slow,) = [one for one in found.collectives if one.network == "dcn"]
     assert (slow.kind, slow.axes) == ("all-reduce", ("data",))
@@ -265,8 +267,8 @@ def test_what_does_not_fit_is_described_all_the_same(one):
 def test_memory_that_the_compiler_offers(name):
     """The table of chips says what the compiler says."""
     topology = Topology.parse(name)
-    placed = topology.mesh(Layout(expert=topology.device_count))
-    step = compile_for(lambda x: x * 2, (array(placed, (2**40,)),), placed)
+    device_put_args = topology.mesh(Layout(expert=topology.device_count))
+    step = compile_for(lambda x: x * 2, (array(device_put_args, (2**40,)),), device_put_args)
     assert not step.fits
     assert step.memory.limit == pytest.approx(topology.chip.hbm_bytes, rel=1e-4)
 
@@ -288,9 +290,11 @@ def test_a_failure_of_another_kind_is_raised(one):
 def test_a_chip_with_less_memory_than_the_compilers_does_not_fit():
     """Figures of one's own count, not those of libtpu's chip of the same name."""
     for less, fits in ((0, True), (2**24, False)):
-        placed = Topology(dataclasses.replace(chips.V5E, hbm_bytes=chips.V5E.hbm_bytes - less), (1, 1)).mesh(Layout())
-        x = array(placed, (chips.V5E.hbm_bytes // 4096 - 2000, 2048))
-        step = compile_for(lambda x: x[0] * 2, (x,), placed)
+        device_put_args = Topology(dataclasses.replace(chips.V5E, hbm_bytes=chips.V5E.hbm_bytes - less), (1, 1)).mesh(
+            Layout()
+        )
+        x = array(device_put_args, (chips.V5E.hbm_bytes // 4096 - 2000, 2048))
+        step = compile_for(lambda x: x[0] * 2, (x,), device_put_args)
         assert step.executable is not None
         assert step.fits is fits
         assert (step.memory.free >= 0) is fits

@@ -9,14 +9,14 @@ from hypothesis.extra.numpy import arrays
 
 from sharding.errors import InputError
 from sharding.exchange import (
-    Group,
-    Window,
-    as_pieces,
-    as_rows,
-    resolve_transport,
+    ExchangeGroup,
+    ExchangeRound,
+    join_rows,
+    resolve_exchange,
     round_windows,
     rounds_needed,
     rows_to_send,
+    split_rows,
 )
 from sharding.layout import Layout
 
@@ -31,7 +31,7 @@ def counts_of_rows(draw: st.DrawFn) -> np.ndarray:
     return counts
 
 
-def simulate(operands: list[np.ndarray], outputs: list[np.ndarray], windows: list[Window]) -> None:
+def simulate(operands: list[np.ndarray], outputs: list[np.ndarray], windows: list[ExchangeRound]) -> None:
     """`jax.lax.ragged_all_to_all` row by row, by its documentation; what it does not define is refused."""
     written: list[set[int]] = [set() for _ in outputs]
     for source, window in enumerate(windows):
@@ -100,24 +100,24 @@ def test_rows_survive_the_form_in_which_they_travel():
     for dtype in (jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn, jnp.int32):
         for width in (1, 6, 8):
             x = jnp.arange(5 * width, dtype=jnp.float32).reshape(5, width).astype(dtype)
-            assert as_pieces(x).ndim == 3
-            np.testing.assert_array_equal(as_rows(as_pieces(x)), x)
-    assert as_pieces(jnp.zeros((5, 6), jnp.bfloat16)).shape == (5, 2, 3)  # two values of 16 bits in a word
+            assert split_rows(x).ndim == 3
+            np.testing.assert_array_equal(join_rows(split_rows(x)), x)
+    assert split_rows(jnp.zeros((5, 6), jnp.bfloat16)).shape == (5, 2, 3)  # two values of 16 bits in a word
 
 
 def test_groups_of_slices():
     layout = Layout(data=4, expert=3, slices=2)
-    assert Group.across_slices(layout) == Group(("data",), 2, ((0, 2), (1, 3)))
-    assert Group.inside_slice(layout, ("data", "expert")) == Group(
+    assert ExchangeGroup.across_slices(layout) == ExchangeGroup(("data",), 2, ((0, 2), (1, 3)))
+    assert ExchangeGroup.inside_slice(layout, ("data", "expert")) == ExchangeGroup(
         ("data", "expert"), 6, (tuple(range(6)), tuple(range(6, 12)))
     )
     one = Layout(data=2, expert=3, slices=2)
-    assert Group.across_slices(one) == Group(("data",), 2)
-    assert Group.inside_slice(one, ("data", "expert")) == Group(("expert",), 3)
+    assert ExchangeGroup.across_slices(one) == ExchangeGroup(("data",), 2)
+    assert ExchangeGroup.inside_slice(one, ("data", "expert")) == ExchangeGroup(("expert",), 3)
 
 
 def test_transport_is_chosen_by_platform_or_by_name():
-    assert [resolve_transport(None, p) for p in ("cpu", "tpu")] == ["padded", "ragged"]
-    assert resolve_transport("padded", "tpu") == "padded"
+    assert [resolve_exchange(None, p) for p in ("cpu", "tpu")] == ["padded", "ragged"]
+    assert resolve_exchange("padded", "tpu") == "padded"
     with pytest.raises(InputError, match="'fast' is not one of ragged, padded"):
-        resolve_transport("fast", "tpu")
+        resolve_exchange("fast", "tpu")

@@ -155,7 +155,7 @@ def formats(tokenizer: Tokenizer) -> dict[str, ChatFormat]:
 
 @pytest.mark.parametrize("case", GOLDEN)
 def test_built_in_template_is_glm_5_2s(chat: ChatFormat, case: str) -> None:
-    """B40-B42, B45: the prompt of each kind of conversation, written out."""
+    """The prompt of each kind of conversation, written out."""
     messages, options, expected = GOLDEN[case]
     assert chat.render(messages, **options) == expected
 
@@ -183,7 +183,7 @@ def test_published_ids_of_a_prompt(tmp_path: Path) -> None:
 
 
 def test_arguments_in_either_form_give_one_prompt(chat: ChatFormat) -> None:
-    """B40: dict and JSON text render alike, empty arguments are none, wrong ones name the message."""
+    """Dict and JSON text render alike, empty arguments are none, wrong ones name the message."""
 
     def prompt(arguments: Any) -> str:
         return chat.render([*HI, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}])
@@ -202,7 +202,7 @@ def test_arguments_in_either_form_give_one_prompt(chat: ChatFormat) -> None:
     ids=["alone", "reasoning", "tool calls"],
 )
 def test_absent_content_never_prints_none(formats: dict[str, ChatFormat], name: str, rest: Json) -> None:
-    """B41: four ways to say nothing give one prompt in every template."""
+    """Four ways to say nothing give one prompt in every template."""
     forms: list[Json] = [{}, {"content": None}, {"content": ""}, {"content": []}]
     prompts = {formats[name].render([*HI, {"role": "assistant", **form, **rest}]) for form in forms}
     assert len(prompts) == 1
@@ -215,7 +215,7 @@ def test_absent_content_never_prints_none(formats: dict[str, ChatFormat], name: 
     ids=["text", "one part", "two parts", "object"],
 )
 def test_tool_results_reach_the_prompt(formats: dict[str, ChatFormat], content: Any) -> None:
-    """B42: in whatever form a tool result comes, its text is in the prompt; an empty one leaves its place."""
+    """In whatever form a tool result comes, its text is in the prompt; an empty one leaves its place."""
     for chat in formats.values():
         assert "value-1" in chat.render([*HI, {"role": "tool", "content": content}])
     assert (
@@ -225,13 +225,13 @@ def test_tool_results_reach_the_prompt(formats: dict[str, ChatFormat], content: 
 
 @pytest.mark.parametrize("effort", ["none", "minimal", "low", "medium", "xhigh", "foo", "High", "", 3])
 def test_unknown_effort_is_refused_not_taken_for_the_highest(chat: ChatFormat, effort: Any) -> None:
-    """B43: the template would map each of these to Max."""
+    """The template would map each of these to Max."""
     with pytest.raises(InputError, match=r'reasoning_effort: found .*, expected "high" or "max" or nothing'):
         chat.render(HI, reasoning_effort=effort)
 
 
 def test_only_enable_thinking_closes_the_think_block(chat: ChatFormat) -> None:
-    """B43: the switch is enable_thinking, a boolean; other names and the text "false" are errors."""
+    """The switch is enable_thinking, a boolean; other names and the text "false" are errors."""
     assert chat.render(HI, enable_thinking=False).endswith("<think></think>")
     assert chat.render(HI, enable_thinking=True) == chat.render(HI) == chat.render(HI, reasoning_effort="max")
     with pytest.raises(TypeError):
@@ -243,7 +243,7 @@ def test_only_enable_thinking_closes_the_think_block(chat: ChatFormat) -> None:
 
 
 def test_ids_in_a_prompt_come_from_the_tokenizer(tmp_path: Path) -> None:
-    """B44: with other ids for the special tokens the prompt has those."""
+    """With other ids for the special tokens the prompt has those."""
     ids = write_byte_tokenizer(tmp_path, first_special=777)
     chat = ChatFormat.load(tmp_path, Tokenizer.load(tmp_path))
     names = ["[gMASK]", "<sop>", "<|user|>", "H", "i", "<|assistant|>", "<think>", "</think>"]
@@ -252,7 +252,7 @@ def test_ids_in_a_prompt_come_from_the_tokenizer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
 def test_earlier_reasoning_is_kept_or_cleared_as_asked(chat: ChatFormat, field: str) -> None:
-    """B45: three turns with tools; false keeps earlier think blocks, true and nothing remove those before the user."""
+    """Three turns with tools; false keeps earlier think blocks, true and nothing remove those before the user."""
     turn: list[Json] = [
         {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]},
         {"role": "tool", "content": "r"},
@@ -272,7 +272,7 @@ def test_earlier_reasoning_is_kept_or_cleared_as_asked(chat: ChatFormat, field: 
 
 
 def test_effort_changes_the_prompt_only_where_its_word_is(chat: ChatFormat) -> None:
-    """B47: the effort line stands at the head as published; the ids differ in its word and nowhere else."""
+    """The effort line stands at the head as published; the ids differ in its word and nowhere else."""
     high, top = (chat.render(MULTI_TURN, reasoning_effort=effort) for effort in ("high", "max"))
     assert high.replace("Effort: High", "Effort: Max") == top
 
@@ -306,7 +306,7 @@ def test_built_in_template_renders_as_in_transformers(chat: ChatFormat) -> None:
     ],
 )
 def test_jinja_features_of_other_templates_render_as_in_transformers(tokenizer: Tokenizer, template: str) -> None:
-    """B46: white space, loop controls, tojson's options and the functions that templates expect."""
+    """White space, loop controls, tojson's options and the functions that templates expect."""
     reference: Any = needs.package("transformers.utils.chat_template_utils")
     (expected,), _ = reference.render_jinja_template([HI], chat_template=template)
     chat = ChatFormat(template, "other", tokenizer)
@@ -342,7 +342,7 @@ NAMED = [{"name": "tool_use", "template": "wrong"}, {"name": "default", "templat
 def test_template_comes_from_file_then_config_then_built_in(
     tmp_path: Path, jinja: str | None, inline: object, source: str, prompt: str
 ) -> None:
-    """B46: the checkpoint's own template is taken wherever it stands, the file first."""
+    """The checkpoint's own template is taken wherever it stands, the file first."""
     chat = ChatFormat.load(tmp_path, write_folder(tmp_path, jinja, inline))
     assert (chat.source, chat.render(HI)) == (source, prompt)
 
@@ -351,7 +351,7 @@ def test_template_comes_from_file_then_config_then_built_in(
 def test_file_that_wins_over_the_config_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, inline: str, level: int
 ) -> None:
-    """B46: which of two templates was taken is logged, as a warning when they differ."""
+    """Which of two templates was taken is logged, as a warning when they differ."""
     with caplog.at_level(logging.INFO, logger="glm52_jax.text.chat"):
         ChatFormat.load(tmp_path, write_folder(tmp_path, FILE, inline))
     (record,) = caplog.records
@@ -374,7 +374,7 @@ def test_file_that_wins_over_the_config_is_logged(
     ],
 )
 def test_broken_template_fails_at_load(tmp_path: Path, template: str, words: str) -> None:
-    """B46: not at the first request, or the first with tools."""
+    """Not at the first request, or the first with tools."""
     tokenizer = write_folder(tmp_path, template)
     with pytest.raises(InputError, match=rf"^chat_template\.jinja: .*{words}"):
         ChatFormat.load(tmp_path, tokenizer)
@@ -382,14 +382,14 @@ def test_broken_template_fails_at_load(tmp_path: Path, template: str, words: str
 
 @pytest.mark.parametrize("inline", [7, {"default": "x"}, [{"name": "other", "template": "x"}], ["x"]])
 def test_config_without_a_usable_template_is_refused(tmp_path: Path, inline: object) -> None:
-    """B46: a chat_template of another form is an error, not a reason to take another template."""
+    """A chat_template of another form is an error, not a reason to take another template."""
     tokenizer = write_folder(tmp_path, None, inline)
     with pytest.raises(InputError, match=r'tokenizer_config\.json: found .* template named "default"'):
         ChatFormat.load(tmp_path, tokenizer)
 
 
 def test_built_in_template_needs_its_tokens(tmp_path: Path) -> None:
-    """B44, B46: a tokenizer of another model would get role tokens as ordinary text."""
+    """A tokenizer of another model would get role tokens as ordinary text."""
     write_byte_tokenizer(tmp_path)
     path = tmp_path / "tokenizer.json"
     path.write_text(path.read_text().replace("<|observation|>", "<|tool|>"))
@@ -398,7 +398,7 @@ def test_built_in_template_needs_its_tokens(tmp_path: Path) -> None:
 
 
 def test_refusal_by_the_template_is_an_input_error(tokenizer: Tokenizer) -> None:
-    """B46: a template may refuse messages; its words reach the client."""
+    """A template may refuse messages; its words reach the client."""
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     chat = ChatFormat(template + "{{ messages[0].content }}", "strict", tokenizer)
     with pytest.raises(InputError, match=r"the chat template \(strict\) refuses them: no system role"):
@@ -406,7 +406,7 @@ def test_refusal_by_the_template_is_an_input_error(tokenizer: Tokenizer) -> None
 
 
 def test_failure_of_the_template_on_a_request_is_an_input_error(tokenizer: Tokenizer) -> None:
-    """B46: what the samples did not reveal is reported with the template's name too."""
+    """What the samples did not reveal is reported with the template's name too."""
     chat = ChatFormat(
         "{{ messages[0].content }}{% if messages[6] %}{{ messages[6].content.x.y }}{% endif %}", "odd", tokenizer
     )

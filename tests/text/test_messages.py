@@ -23,7 +23,7 @@ def call(arguments: Any, name: str = "f") -> list[Json]:
 
 @pytest.mark.parametrize("arguments", [{"a": 1, "b": "ü"}, '{"a": 1, "b": "ü"}', ' {"a":1,"b":"\\u00fc"} '])
 def test_arguments_as_object_and_as_json_text_are_equal(arguments: Any) -> None:
-    """B40: OpenAI clients send arguments as JSON text, the template iterates an object."""
+    """OpenAI clients send arguments as JSON text, the template iterates an object."""
     function = {"name": "f", "arguments": {"a": 1, "b": "ü"}}
     assert one(role="assistant", tool_calls=call(arguments)) == {
         "role": "assistant",
@@ -34,7 +34,7 @@ def test_arguments_as_object_and_as_json_text_are_equal(arguments: Any) -> None:
 
 @pytest.mark.parametrize("arguments", ["", "  ", "{}", {}, None])
 def test_empty_arguments_mean_no_arguments(arguments: Any) -> None:
-    """B40: an empty text means {}."""
+    """An empty text means {}."""
     message = one(role="assistant", tool_calls=call(arguments))
     assert message["tool_calls"][0]["function"]["arguments"] == {}
 
@@ -55,7 +55,7 @@ def test_empty_arguments_mean_no_arguments(arguments: Any) -> None:
     ids=["cut", "list text", "list", "string", "number", "key", "value", "deep text", "deep"],
 )
 def test_wrong_arguments_name_the_message(arguments: Any, words: str) -> None:
-    """B40: invalid JSON and a JSON list are refused, with the index of the message and the function's name."""
+    """Invalid JSON and a JSON list are refused, with the index of the message and the function's name."""
     messages: list[Json] = [
         {"role": "user", "content": "x"},
         {"role": "assistant", "tool_calls": call(arguments, "look")},
@@ -73,34 +73,34 @@ def test_tool_call_without_the_function_wrapper_is_taken() -> None:
 
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
 def test_absent_content_in_any_form_is_the_same(role: str) -> None:
-    """B41: None, missing, '' and [] are equal."""
+    """None, missing, '' and [] are equal."""
     forms: list[Json] = [{}, {"content": None}, {"content": ""}, {"content": []}]
     assert all(one(role=role, **form) == {"role": role, "content": ""} for form in forms)
 
 
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
 def test_text_parts_are_joined_in_order(role: str) -> None:
-    """B41, B42: lists of text parts, of one or more, become one text for every role."""
+    """Lists of text parts, of one or more, become one text for every role."""
     parts = [{"type": "text", "text": "one "}, "two ", {"text": "three"}]
     assert one(role=role, content=parts)["content"] == "one two three"
     assert one(role=role, content=parts[:1])["content"] == "one "
 
 
 def test_object_as_tool_result_becomes_json() -> None:
-    """B42: an object that a tool returned is shown as JSON, with characters as they are."""
+    """An object that a tool returned is shown as JSON, with characters as they are."""
     content = {"city": "Zürich", "celsius": [12.5, None, True]}
     assert one(role="tool", content=content)["content"] == '{"city": "Zürich", "celsius": [12.5, null, true]}'
 
 
 def test_tool_result_needs_no_id_and_keeps_one() -> None:
-    """B42: tool_call_id may be missing."""
+    """Tool_call_id may be missing."""
     assert one(role="tool", content="x") == {"role": "tool", "content": "x"}
     assert one(role="tool", content="x", tool_call_id="c1", name=None)["tool_call_id"] == "c1"
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
 def test_reasoning_is_taken_under_both_names(field: str) -> None:
-    """B45: servers return either name, and clients send it back."""
+    """Servers return either name, and clients send it back."""
     expected = {"role": "assistant", "content": "a", "reasoning_content": " why "}
     assert one(role="assistant", content="a", **{field: " why "}) == expected
     assert (
@@ -121,13 +121,13 @@ def test_reasoning_is_taken_under_both_names(field: str) -> None:
     ],
 )
 def test_think_block_that_begins_the_content_is_reasoning(content: str, expected: tuple[str | None, str]) -> None:
-    """B45: raw answers come back as history; a block further on is text that somebody wrote."""
+    """Raw answers come back as history; a block further on is text that somebody wrote."""
     message = one(role="assistant", content=content)
     assert (message.get("reasoning_content"), message["content"]) == expected
 
 
 def test_reasoning_field_wins_over_a_think_block() -> None:
-    """B45: a block that repeats the field is dropped, another one stays in the text."""
+    """A block that repeats the field is dropped, another one stays in the text."""
     message = {"role": "assistant", "reasoning": "why"}
     assert one(**message, content="<think> why\n</think>a")["content"] == "a"
     assert one(**message, content="<think>other</think>a")["content"] == "<think>other</think>a"
@@ -155,7 +155,7 @@ def test_reasoning_field_wins_over_a_think_block() -> None:
     ],
 )
 def test_wrong_message_is_named_by_its_index(message: Any, words: str) -> None:
-    """B40-B42: one sentence with the index, what was found and what was expected."""
+    """One sentence with the index, what was found and what was expected."""
     with pytest.raises(InputError, match=rf"messages\[1\].*{words}"):
         normalise_messages([{"role": "user", "content": "x"}, message])
 

@@ -44,14 +44,14 @@ def streamed(tokenizer: Tokenizer, ids: list[int], skip_special: bool = True) ->
     ids=["skin tone", "joined emoji", "korean", "hebrew", "combining", "space-led", "zero width", "plane 1", "lines"],
 )
 def test_stream_of_single_bytes_is_the_whole_text(tokenizer: Tokenizer, text: str) -> None:
-    """B56: one token a chunk, each a part of a character: the pieces join to the text, without U+FFFD."""
+    """One token a chunk, each a part of a character: the pieces join to the text, without U+FFFD."""
     pieces = streamed(tokenizer, tokenizer.encode(text))
     assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
 
 
 def test_character_cut_off_by_the_end_is_flushed(tokenizer: Tokenizer) -> None:
-    """B56: an end in the middle of a character gives what decoding everything gives, once."""
+    """An end in the middle of a character gives what decoding everything gives, once."""
     ids = tokenizer.encode("ok 👍")[:-1]
     stream = tokenizer.stream()
     assert "".join(stream.push(id_) for id_ in ids) == "ok "
@@ -62,12 +62,12 @@ def test_character_cut_off_by_the_end_is_flushed(tokenizer: Tokenizer) -> None:
 
 
 def test_invalid_bytes_become_replacement_characters(tokenizer: Tokenizer) -> None:
-    """B56: U+FFFD appears where bytes are really invalid, and good text around them survives."""
+    """U+FFFD appears where bytes are really invalid, and good text around them survives."""
     assert "".join(streamed(tokenizer, [97, 0xFF, 98, 0xE2, 0x82, 99])) == "a\ufffdb\ufffdc"
 
 
 def test_special_token_between_the_bytes_of_a_character(tokenizer: Tokenizer) -> None:
-    """B56: a skipped token does not cut a character; one that is shown does."""
+    """A skipped token does not cut a character; one that is shown does."""
     ids = [0xC3, tokenizer.token_id("<|user|>"), 0xA9]
     assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids) == "é"
     shown = "".join(streamed(tokenizer, ids, skip_special=False))
@@ -77,7 +77,7 @@ def test_special_token_between_the_bytes_of_a_character(tokenizer: Tokenizer) ->
 @settings(deadline=None)  # shared machines stall
 @given(st.text())
 def test_any_text_streams_to_itself(tokenizer: Tokenizer, text: str) -> None:
-    """B56: random Unicode text through single bytes."""
+    """Random Unicode text through single bytes."""
     assert "".join(streamed(tokenizer, tokenizer.encode(text))) == text
 
 
@@ -86,12 +86,12 @@ def test_any_text_streams_to_itself(tokenizer: Tokenizer, text: str) -> None:
 def test_any_ids_stream_to_the_librarys_decoding(
     tokenizer: Tokenizer, library: tokenizers.Tokenizer, ids: list[int]
 ) -> None:
-    """B56: invalid bytes, special tokens and ids without a token too."""
+    """Invalid bytes, special tokens and ids without a token too."""
     assert "".join(streamed(tokenizer, ids)) == library.decode(ids)
 
 
 def test_each_token_is_looked_at_once() -> None:
-    """B56: the work for a token does not grow with the text so far, invalid bytes included."""
+    """The work for a token does not grow with the text so far, invalid bytes included."""
     looked_at: list[int] = []
 
     def token_bytes(token_id: int) -> bytes:
@@ -139,14 +139,14 @@ def run(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
     ],
 )
 def test_text_ends_before_the_earliest_stop_string(pieces: list[str], stops: list[str], expected: str) -> None:
-    """B57: stop strings over several pieces, at the start, inside one another: nothing of them is emitted."""
+    """Stop strings over several pieces, at the start, inside one another: nothing of them is emitted."""
     text = "".join(pieces)
     assert run(pieces, stops) == run([text], stops) == run(list(text), stops) == (expected, expected != text)
     assert cut(text, stops) == expected
 
 
 def test_held_text_is_released_when_it_is_no_stop_string() -> None:
-    """B57: text is held while it may begin a stop string, and comes out when it does not, at the latest at the end."""
+    """Text is held while it may begin a stop string, and comes out when it does not, at the latest at the end."""
     watch = StopStrings(["own fox"])
     assert watch.push("br") == ("br", False)
     assert watch.push("own f") == ("", False)
@@ -157,7 +157,7 @@ def test_held_text_is_released_when_it_is_no_stop_string() -> None:
 
 
 def test_stop_string_inside_a_character_that_spans_tokens(tokenizer: Tokenizer) -> None:
-    """B57: a stop string of multi-byte characters is found although no token holds one."""
+    """A stop string of multi-byte characters is found although no token holds one."""
     stream, watch, out = tokenizer.stream(), StopStrings("👍🏽"), ""
     for id_ in tokenizer.encode("fine 👍👍🏽 never"):
         emit, stopped = watch.push(stream.push(id_))
@@ -170,7 +170,7 @@ def test_stop_string_inside_a_character_that_spans_tokens(tokenizer: Tokenizer) 
 @settings(deadline=None)  # shared machines stall
 @given(LETTERS, STOPS, st.randoms(use_true_random=False))
 def test_stop_strings_do_not_depend_on_the_cuts(text: str, stops: list[str], rng: random.Random) -> None:
-    """B57: random stop strings in random pieces give the text cut at once."""
+    """Random stop strings in random pieces give the text cut at once."""
     pieces, rest = [], text
     while rest:
         size = rng.randint(1, 4)
@@ -183,7 +183,7 @@ def test_stop_strings_do_not_depend_on_the_cuts(text: str, stops: list[str], rng
 @settings(deadline=None)  # shared machines stall
 @given(LETTERS, STOPS)
 def test_no_more_is_held_than_a_stop_string_needs(text: str, stops: list[str]) -> None:
-    """B57: what is held stays shorter than the longest stop string, so the work for a token is bounded."""
+    """What is held stays shorter than the longest stop string, so the work for a token is bounded."""
     watch, out, longest = StopStrings(stops), "", max(map(len, stops), default=1)
     for n, character in enumerate(text, start=1):
         emit, stopped = watch.push(character)
@@ -204,7 +204,7 @@ def test_no_more_is_held_than_a_stop_string_needs(text: str, stops: list[str]) -
     ],
 )
 def test_empty_or_too_many_stop_strings_are_refused(stops: list[str], words: str) -> None:
-    """B57: '' and five stop strings are errors before anything is generated; four are fine."""
+    """'' and five stop strings are errors before anything is generated; four are fine."""
     with pytest.raises(InputError, match=words):
         StopStrings(stops)
     assert StopStrings(list("abcd")).push("xd") == ("x", True)

@@ -86,7 +86,7 @@ def test_byte_tokenizer_refuses_sizes_that_do_not_fit(tmp_path: Path, sizes: dic
 
 
 def test_ids_of_special_tokens_come_from_the_file(tmp_path: Path) -> None:
-    """B44: with shuffled ids every special token is still found, by its text, as one id."""
+    """With shuffled ids every special token is still found, by its text, as one id."""
     old = write_byte_tokenizer(tmp_path)
     shuffled = list(old.values())
     random.Random(0).shuffle(shuffled)
@@ -104,7 +104,7 @@ def test_ids_of_special_tokens_come_from_the_file(tmp_path: Path) -> None:
 
 
 def test_token_id_of_an_absent_token_is_an_error(tokenizer: Tokenizer) -> None:
-    """B44: a missing token is reported, not replaced by a number from another generation."""
+    """A missing token is reported, not replaced by a number from another generation."""
     assert tokenizer.token_id("A") == 65
     with pytest.raises(InputError, match=r"tokenizer\.json: found no token '<\|box\|>'"):
         tokenizer.token_id("<|box|>")
@@ -183,7 +183,7 @@ def test_half_a_surrogate_pair_is_an_error(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("extra", [["<|user|>", "<|system|>"], {"eot": "<|endoftext|>"}], ids=["list", "dict"])
 def test_extra_special_tokens_may_be_a_list_or_an_object(tmp_path: Path, extra: object) -> None:
-    """B46: both forms of extra_special_tokens load, with the same ids."""
+    """Both forms of extra_special_tokens load, with the same ids."""
     ids = write_byte_tokenizer(tmp_path)
     edit(tmp_path, "tokenizer_config.json", extra_special_tokens=extra)
     assert Tokenizer.load(tmp_path).special_ids == ids
@@ -250,7 +250,7 @@ def test_added_tokens_that_contradict_are_refused(tmp_path: Path, token: dict[st
 
 
 def test_config_that_contradicts_the_tokenizer_is_refused(tmp_path: Path) -> None:
-    """B44: two files with different ids for one token are not resolved by chance."""
+    """Two files with different ids for one token are not resolved by chance."""
     write_byte_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"999": {"content": "<think>"}}}')
     with pytest.raises(InputError, match=r"tokenizer_config\.json: found added token '<think>' with id 999"):

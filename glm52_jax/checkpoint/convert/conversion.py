@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from glm52_jax.checkpoint.convert.options import (
-    Settings,
+    ConversionOptions,
     changes,
     checked,
     command_line,
@@ -28,15 +28,15 @@ from glm52_jax.checkpoint.convert.options import (
     target_config,
     target_json,
 )
-from glm52_jax.checkpoint.convert.transform import WORKER_BYTES, Output, Piece, Tally, values
-from glm52_jax.checkpoint.formats.manifest import HEAD, MANIFEST, Manifest, Record, sentences_of
-from glm52_jax.checkpoint.formats.orbax_layout import PARAMS, Leaf, leaf_of, leaves, params_folder, store_files
+from glm52_jax.checkpoint.convert.transform import WORKER_BYTES, Output, Piece, ValueCounts, values
+from glm52_jax.checkpoint.formats.manifest import HEAD, MANIFEST, Manifest, TensorRecord, sentences_of
+from glm52_jax.checkpoint.formats.orbax_layout import PARAMS, StoredLeaf, leaf_of, leaves, params_folder, store_files
 from glm52_jax.checkpoint.formats.orbax_view import OrbaxView
-from glm52_jax.checkpoint.journal.journal import PART, Journal, WorkFolder
-from glm52_jax.checkpoint.journal.workers import Account, Meter, Pulse, run, unwritable
+from glm52_jax.checkpoint.journal.journal import PART, Journal, JournalFolder
+from glm52_jax.checkpoint.journal.workers import Meter, Pulse, WorkStats, run, unwritable
 from glm52_jax.checkpoint.sources.open_source import Checkpoint, open_checkpoint
-from glm52_jax.checkpoint.sources.sidecar_files import companions, small_files
-from glm52_jax.checkpoint.value_checks import Counts
+from glm52_jax.checkpoint.sources.sidecar_files import copy_sidecar_files, sidecar_files
+from glm52_jax.checkpoint.value_checks import BadValueCounts
 from glm52_jax.config import ModelConfig
 from glm52_jax.inputs.sizes import short_size
 from glm52_jax.io import files
@@ -52,7 +52,7 @@ _TENSOR_BYTES = 3 * 2**10
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ConversionPlan:
     """A conversion that has been found possible.
 
     Attributes:
@@ -64,9 +64,9 @@ class Plan:
 
     source: Checkpoint
     destination: Path
-    settings: Settings
+    settings: ConversionOptions
     pieces: tuple[Piece, ...]
-    leaves: dict[str, Leaf]
+    leaves: dict[str, StoredLeaf]
     config_text: str
     manifest: Manifest
     notes: tuple[str, ...]
@@ -96,7 +96,7 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class ConversionResult:
     """What one process did.
 
     Attributes:
@@ -104,7 +104,7 @@ class Result:
         notes: sentences on the values, of a finished one.
     """
 
-    account: Account
+    account: WorkStats
     left: int
     notes: tuple[str, ...] = ()
 
@@ -116,7 +116,7 @@ def memory_bound(source: Checkpoint, work: Sequence[Piece], jobs: int) -> int:
     return _BASE_BYTES[kind] + _TENSOR_BYTES * tensors + jobs * (WORKER_BYTES[kind] + source.read_ahead)
 
 
-def plan(source: str | Path | Checkpoint, destination: str | Path, settings: Settings) -> Plan:
+def plan(source: str | Path | Checkpoint, destination: str | Path, settings: ConversionOptions) -> ConversionPlan:
     """Reads headers only, and refuses what cannot be converted.
 
     Raises:
@@ -135,7 +135,7 @@ def plan(source: str | Path | Checkpoint, destination: str | Path, settings: Set
     notes = (*contents.notes, *changes(list(work)))
     sizes = {file: _file_size(opened, file) for file in sorted({p.file for p in work})}
     stored = {o.name: (o.dtype, o.shape) for p in work for o in p.outputs}
-    planned = Plan(
+    planned = ConversionPlan(
         opened,
         folder,
         settings,
@@ -144,21 +144,21 @@ def plan(source: str | Path | Checkpoint, destination: str | Path, settings: Set
         config_text(opened, edited),
         Manifest(settings.as_json(), sizes, dict(sorted(contents.ignored.items())), notes, {}),
         notes,
-        tuple(companions(opened.folder)),
+        tuple(copy_sidecar_files(opened.folder)),
     )
     _refuse_occupied(planned)
     return planned
 
 
 def convert(
-    planned: Plan,
+    planned: ConversionPlan,
     *,
     jobs: int = 2,
     process: tuple[int, int] = (1, 1),
     unit_bytes: int = UNIT_BYTES,
     meter: Callable[[int, int], Meter] | None = None,
     options: Sequence[str] = (),
-) -> Result:
+) -> ConversionResult:
     """Carries out a plan, or the part of it that is left.
 
     Args:
@@ -172,11 +172,11 @@ def convert(
         InputError: other settings than those it was begun with; the destination cannot be written or flushed; the
             source can no longer be read; a value has no form in the target; Orbax does not read the result.
     """
-    work = WorkFolder(planned.destination)
+    work = JournalFolder(planned.destination)
     try:
         finished = _finished(planned)
         if finished is not None:
-            return Result(Account(), 0, sentences_of(finished))
+            return ConversionResult(WorkStats(), 0, sentences_of(finished))
         work.begin(_identity(planned), planned.command(options))
         return _carry_out(planned, work, jobs, process, unit_bytes, meter)
     except OSError as error:
@@ -185,17 +185,17 @@ def convert(
             finished = _finished(planned) if gone else None
         if finished is None:
             raise unwritable(planned.destination, error) from None
-        return Result(Account(), 0, sentences_of(finished))  # another process finished it and cleared up
+        return ConversionResult(WorkStats(), 0, sentences_of(finished))  # another process finished it and cleared up
 
 
 def _carry_out(
-    planned: Plan,
-    work: WorkFolder,
+    planned: ConversionPlan,
+    work: JournalFolder,
     jobs: int,
     process: tuple[int, int],
     unit_bytes: int,
     meter: Callable[[int, int], Meter] | None,
-) -> Result:
+) -> ConversionResult:
     number, count = process
     who = f"process-{number}-of-{count}"
     with work.taking_part(who) as journal:
@@ -217,13 +217,13 @@ def _carry_out(
         finished = _finished(planned)  # by another process, which then took away what is noted as done
         if finished is None and not remaining:
             finished = _finish(planned, work, done)
-    return Result(account, 0, sentences_of(finished)) if finished else Result(account, remaining)
+    return ConversionResult(account, 0, sentences_of(finished)) if finished else ConversionResult(account, remaining)
 
 
 class _Writer:
     """Writes units of pieces as chunks."""
 
-    def __init__(self, planned: Plan, work: WorkFolder, journal: Journal, who: str):
+    def __init__(self, planned: ConversionPlan, work: JournalFolder, journal: Journal, who: str):
         self.planned, self.work, self.journal, self.who = planned, work, journal, who
         self.root = params_folder(planned.destination)
         self.lock = threading.Lock()
@@ -239,7 +239,7 @@ class _Writer:
 
     def _piece(self, piece: Piece, pulse: Pulse, written: list[Path]) -> dict[str, Any]:
         """What is to be noted of a piece's tensors: their checksums, and what is wrong with their values."""
-        chunks, tally = [_Chunks(self, output) for output in piece.outputs], Tally()
+        chunks, tally = [_Chunks(self, output) for output in piece.outputs], ValueCounts()
         try:
             for number, part in values(self.planned.source, piece, tally):
                 chunks[number].write(part)
@@ -308,14 +308,14 @@ def config_text(source: Checkpoint, edited: dict[str, Any] | None) -> str:
     return json.dumps(edited, indent=2) + "\n"
 
 
-def _small_files(planned: Plan) -> dict[str, bytes]:
-    return small_files(planned.beside, planned.config_text)
+def _small_files(planned: ConversionPlan) -> dict[str, bytes]:
+    return sidecar_files(planned.beside, planned.config_text)
 
 
-def _refuse_occupied(planned: Plan) -> None:
+def _refuse_occupied(planned: ConversionPlan) -> None:
     """Refuses a destination with anything in it that this conversion, or one like it, did not write."""
     folder = planned.destination
-    work = WorkFolder(folder)
+    work = JournalFolder(folder)
     if not files.is_there(folder / MANIFEST) or work.exists:
         work.refuse_others(
             "an unfinished conversion",
@@ -326,7 +326,7 @@ def _refuse_occupied(planned: Plan) -> None:
             _refuse_foreign_chunks(planned)
 
 
-def _refuse_foreign_chunks(planned: Plan) -> None:
+def _refuse_foreign_chunks(planned: ConversionPlan) -> None:
     """Refuses links and files in `params` that are not of the arrays that are written there."""
     root = params_folder(planned.destination)
     texts = {f"{leaf}/zarr.json" for leaf in planned.leaves} | {"_METADATA", "_CHECKPOINT_METADATA"}
@@ -358,9 +358,9 @@ def refuse_too_little_room(folder: Path, needed: int) -> None:
         )
 
 
-def _finished(planned: Plan) -> Manifest | None:
+def _finished(planned: ConversionPlan) -> Manifest | None:
     """The manifest of a destination that is finished; one with other settings is refused."""
-    path, work = planned.destination / MANIFEST, WorkFolder(planned.destination)
+    path, work = planned.destination / MANIFEST, JournalFolder(planned.destination)
     if not files.is_there(path) or (work.exists and not _is_whole(path)):
         return None
     begun, asked = Manifest.read(planned.destination), planned.manifest
@@ -385,7 +385,7 @@ def _is_whole(manifest: Path) -> bool:
     return not data.startswith(HEAD[: len(data)]) or data.endswith(b"}\n }\n}\n")
 
 
-def _identity(planned: Plan) -> dict[str, object]:
+def _identity(planned: ConversionPlan) -> dict[str, object]:
     """Whatever two runs must have in common to work on one destination."""
     outputs = [(o.name, o.dtype, o.shape, o.source_dtype, p.file, p.offset) for p in planned.pieces for o in p.outputs]
     plan = json.dumps([outputs, planned.manifest.files, planned.config_text])
@@ -402,7 +402,7 @@ def _share(work: Sequence[Piece], number: int, count: int) -> list[Piece]:
     return mine
 
 
-def _undone(planned: Plan, work: Sequence[Piece], done: Mapping[str, Any]) -> list[Piece]:
+def _undone(planned: ConversionPlan, work: Sequence[Piece], done: Mapping[str, Any]) -> list[Piece]:
     root = params_folder(planned.destination)
 
     def is_done(output: Output) -> bool:
@@ -430,7 +430,7 @@ def _units(work: Sequence[Piece], unit_bytes: int) -> list[list[Piece]]:
     return units
 
 
-def _finish(planned: Plan, work: WorkFolder, done: Mapping[str, Any]) -> Manifest:
+def _finish(planned: ConversionPlan, work: JournalFolder, done: Mapping[str, Any]) -> Manifest:
     """Everything but the chunks, flushed and read by Orbax; then the manifest, which makes it a checkpoint."""
     root, folder = params_folder(planned.destination), planned.destination
     texts = [(root / path, text.encode()) for path, text in store_files(planned.leaves.values())]
@@ -445,7 +445,9 @@ def _finish(planned: Plan, work: WorkFolder, done: Mapping[str, Any]) -> Manifes
     for name, (p, output) in planned.outputs.items():
         noted = dict(done[name])
         crc = noted.pop("crc32")
-        tensors[name] = Record(p.file, output.source_dtype, output.dtype, output.shape, crc, Counts(**noted))
+        tensors[name] = TensorRecord(
+            p.file, output.source_dtype, output.dtype, output.shape, crc, BadValueCounts(**noted)
+        )
     manifest = dataclasses.replace(planned.manifest, tensors=tensors)
     manifest = dataclasses.replace(manifest, notes=(*manifest.notes, *sentences_of(manifest)))
     work.write(folder / MANIFEST, manifest.text().encode())

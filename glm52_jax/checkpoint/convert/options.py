@@ -7,10 +7,10 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from glm52_jax.checkpoint.convert.transform import Piece, Source, piece
+from glm52_jax.checkpoint.convert.transform import Piece, TensorReader, piece
 from glm52_jax.checkpoint.formats.orbax_layout import CHUNK_BYTES
 from glm52_jax.checkpoint.formats.safetensors_file import DTYPES
-from glm52_jax.checkpoint.sources.published import CODES, Contents
+from glm52_jax.checkpoint.sources.published import CODES, CheckpointContents
 from glm52_jax.config import ModelConfig, QuantizationConfig
 from glm52_jax.config.config_json import DTYPE_FIELDS
 from sharding.errors import InputError
@@ -23,7 +23,7 @@ PUBLISHED_BLOCK = (128, 128)
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class ConversionOptions:
     """Attributes:
     dtype: "keep", or the type of every plain tensor but the float32 ones; weights in codes are then dequantised.
     quantize: "fp8" or "int8" to store in blocks of codes what the published FP8 files store so, or None.
@@ -60,7 +60,7 @@ def command_line(command: str, source: str, destination: Any, options: list[str]
     return shlex.join(["glm52", command, *places, *options])
 
 
-def checked(source: Any, config: ModelConfig, settings: Settings) -> Contents:
+def checked(source: Any, config: ModelConfig, settings: ConversionOptions) -> CheckpointContents:
     """What the source holds, compared with its config.
 
     Raises:
@@ -71,7 +71,7 @@ def checked(source: Any, config: ModelConfig, settings: Settings) -> Contents:
         raise InputError(f"dtype is {settings.dtype!r}, expected {KEEP} or {' or '.join(DTYPE_NAMES)}")
     if settings.quantize not in (None, *QUANTIZE):
         raise InputError(f"quantize is {settings.quantize!r}, expected {' or '.join(QUANTIZE)}")
-    contents: Contents = source.check(config.without_mtp() if settings.without_mtp else config)
+    contents: CheckpointContents = source.check(config.without_mtp() if settings.without_mtp else config)
     if config.has_mtp and not contents.config.has_mtp and not settings.without_mtp:
         raise InputError(
             f"{source.folder}: config.json declares an MTP layer (num_nextn_predict_layers 1), but there is no tensor "
@@ -91,7 +91,7 @@ def checked(source: Any, config: ModelConfig, settings: Settings) -> Contents:
     return contents
 
 
-def pieces(source: Source, contents: Contents, settings: Settings) -> list[Piece]:
+def pieces(source: TensorReader, contents: CheckpointContents, settings: ConversionOptions) -> list[Piece]:
     """Everything to write, in the order of the source's files, so that each is read from front to back."""
     made = _quantization(settings)
     quantized = _quantized_names(contents.config, made) if made else frozenset()
@@ -106,7 +106,7 @@ def pieces(source: Source, contents: Contents, settings: Settings) -> list[Piece
     return sorted(found, key=lambda p: (p.file, source.entry(p.stored.name).start + p.offset, p.name))
 
 
-def target_config(contents: Contents, settings: Settings, written: list[Piece]) -> ModelConfig:
+def target_config(contents: CheckpointContents, settings: ConversionOptions, written: list[Piece]) -> ModelConfig:
     """The config of what is written."""
     config = contents.config
     made = _quantization(settings)
@@ -169,7 +169,7 @@ def _widens(before: str | None, after: str) -> bool:
     return before is not None and DTYPES[before].itemsize < DTYPES[after].itemsize
 
 
-def _quantization(settings: Settings) -> QuantizationConfig | None:
+def _quantization(settings: ConversionOptions) -> QuantizationConfig | None:
     return QuantizationConfig(PUBLISHED_BLOCK, method=QUANTIZE[settings.quantize]) if settings.quantize else None
 
 

@@ -14,9 +14,9 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from glm52_jax.checkpoint.formats.safetensors_file import DTYPES, Entry, tensor_bytes
-from glm52_jax.checkpoint.sources.published import CODES, Contents, Stored
-from glm52_jax.checkpoint.value_checks import Counts, cast, not_finite, refuse_scales
+from glm52_jax.checkpoint.formats.safetensors_file import DTYPES, TensorEntry, tensor_bytes
+from glm52_jax.checkpoint.sources.published import CODES, CheckpointContents, StoredTensor
+from glm52_jax.checkpoint.value_checks import BadValueCounts, cast, not_finite, refuse_scales
 from glm52_jax.params.spec import Tensor
 from sharding.errors import InputError
 
@@ -30,12 +30,12 @@ WORKER_BYTES = {"copy": 16 * 2**20, "change": 128 * 2**20}
 Kind = Literal["copy", "cast", "dequantize", "quantize", "requantize"]
 
 
-class Source(Protocol):
+class TensorReader(Protocol):
     """Where published tensors come from: a published folder, a converted one, or a bucket."""
 
     where: dict[str, str]
 
-    def entry(self, name: str) -> Entry: ...
+    def entry(self, name: str) -> TensorEntry: ...
     def pread(self, name: str, offset: int, out: memoryview) -> None:
         """Fills `out` with the bytes of a tensor from `offset` on."""
         ...
@@ -67,7 +67,7 @@ class Piece:
         read_block, made_block: of the scales that are read with the weight, and of those that are made.
     """
 
-    stored: Stored
+    stored: StoredTensor
     file: str
     offset: int
     kind: Kind
@@ -86,7 +86,7 @@ class Piece:
 
 
 def piece(
-    source: Source, contents: Contents, tensor: Tensor, dtype: str | None, block: tuple[int, int] | None
+    source: TensorReader, contents: CheckpointContents, tensor: Tensor, dtype: str | None, block: tuple[int, int] | None
 ) -> Piece:
     """How one tensor of the table gets to its form in the target.
 
@@ -118,21 +118,21 @@ def piece(
     return Piece(stored, file, offset, "copy" if found == wanted else "cast", (weight,))
 
 
-class Tally:
+class ValueCounts:
     """Counts of a piece's values by output, filled as they are streamed."""
 
     def __init__(self) -> None:
-        self._counts: dict[int, Counts] = {}
+        self._counts: dict[int, BadValueCounts] = {}
 
-    def add(self, output: int, counts: Counts) -> None:
-        if counts != Counts():
-            self._counts[output] = self._counts.get(output, Counts()) + counts
+    def add(self, output: int, counts: BadValueCounts) -> None:
+        if counts != BadValueCounts():
+            self._counts[output] = self._counts.get(output, BadValueCounts()) + counts
 
-    def of(self, output: int) -> Counts:
-        return self._counts.get(output, Counts())
+    def of(self, output: int) -> BadValueCounts:
+        return self._counts.get(output, BadValueCounts())
 
 
-def values(source: Source, piece: Piece, tally: Tally | None = None) -> Iterator[tuple[int, memoryview]]:
+def values(source: TensorReader, piece: Piece, tally: ValueCounts | None = None) -> Iterator[tuple[int, memoryview]]:
     """The bytes of a piece's outputs: (which output, the next bytes of it), each good until the next is asked for.
 
     Args:
@@ -143,7 +143,7 @@ def values(source: Source, piece: Piece, tally: Tally | None = None) -> Iterator
             quantise that is not finite, a value beyond the target's type (at the end of the tensor, with their number);
             or the source can no longer be read.
     """
-    tally = tally or Tally()
+    tally = tally or ValueCounts()
     scales = _scales(source, piece) if piece.stored.scale is not None else None
     if piece.kind == "copy":
         yield from _copied(source, piece, tally)
@@ -165,7 +165,7 @@ def values(source: Source, piece: Piece, tally: Tally | None = None) -> Iterator
     tally.of(0).refuse_beyond(f"{piece.file}: {piece.name}", DTYPES[piece.outputs[0].dtype])
 
 
-def _copied(source: Source, piece: Piece, tally: Tally) -> Iterator[tuple[int, memoryview]]:
+def _copied(source: TensorReader, piece: Piece, tally: ValueCounts) -> Iterator[tuple[int, memoryview]]:
     buffer = memoryview(bytearray(min(COPY_BYTES, max(output.bytes for output in piece.outputs))))
     names = (piece.stored.name, piece.stored.scale)
     for number, output in enumerate(piece.outputs):
@@ -179,7 +179,7 @@ def _copied(source: Source, piece: Piece, tally: Tally) -> Iterator[tuple[int, m
 
 
 def _quantized(
-    source: Source, piece: Piece, read_scales: np.ndarray | None, tally: Tally
+    source: TensorReader, piece: Piece, read_scales: np.ndarray | None, tally: ValueCounts
 ) -> Iterator[tuple[int, memoryview]]:
     from glm52_jax.params.quantization import quantize_blocks  # imports JAX, which copies do without
 
@@ -188,19 +188,19 @@ def _quantized(
     scales = []
     for plain in _plain_rows(source, piece, multiple, read_scales):
         counts = not_finite(plain)
-        if counts != Counts():
+        if counts != BadValueCounts():
             raise InputError(
                 f"{piece.file}: {piece.stored.name} is not finite, so {piece.name} has no scale to be quantised with"
             )
         codes, scale = quantize_blocks(plain, piece.made_block, DTYPES[piece.outputs[0].dtype])
         if not codes.any():  # smaller than the least scale
-            tally.add(0, Counts(zeroed=int(np.count_nonzero(plain))))
+            tally.add(0, BadValueCounts(zeroed=int(np.count_nonzero(plain))))
         scales.append(scale)
         yield 0, _bytes(codes)
     yield 1, _bytes(np.concatenate(scales))
 
 
-def _plain_rows(source: Source, piece: Piece, multiple: int, scales: np.ndarray | None) -> Iterator[np.ndarray]:
+def _plain_rows(source: TensorReader, piece: Piece, multiple: int, scales: np.ndarray | None) -> Iterator[np.ndarray]:
     """float32 slices of whole rows, codes times their scales where there are any."""
     if scales is None:
         yield from (rows.astype(np.float32) for rows in _rows(source, piece, multiple))
@@ -219,7 +219,7 @@ def _plain_rows(source: Source, piece: Piece, multiple: int, scales: np.ndarray 
         done += rows.shape[0]
 
 
-def _rows(source: Source, piece: Piece, multiple: int) -> Iterator[np.ndarray]:
+def _rows(source: TensorReader, piece: Piece, multiple: int) -> Iterator[np.ndarray]:
     """Slices of whole rows of the source's tensor, a multiple of a block's rows in each but the last."""
     shape, dtype = piece.outputs[0].shape, DTYPES[source.entry(piece.stored.name).dtype]
     row = tensor_bytes(dtype, shape[1:])
@@ -232,7 +232,7 @@ def _rows(source: Source, piece: Piece, multiple: int) -> Iterator[np.ndarray]:
         yield np.frombuffer(part, dtype).reshape(count, *shape[1:])
 
 
-def _scales(source: Source, piece: Piece) -> np.ndarray:
+def _scales(source: TensorReader, piece: Piece) -> np.ndarray:
     name = piece.stored.scale
     assert name is not None
     entry = source.entry(name)
@@ -242,7 +242,7 @@ def _scales(source: Source, piece: Piece) -> np.ndarray:
     return scales
 
 
-def _offset(stored: Stored, tensor: Tensor, itemsize: int) -> int:
+def _offset(stored: StoredTensor, tensor: Tensor, itemsize: int) -> int:
     """Where the values begin in the tensor that holds them."""
     if stored.fused is None:
         return 0

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from glm52_jax.checkpoint.convert.conversion import config_text, memory_bound, refuse_nested, refuse_too_little_room
 from glm52_jax.checkpoint.convert.options import (
-    Settings,
+    ConversionOptions,
     changes,
     checked,
     command_line,
@@ -23,15 +23,15 @@ from glm52_jax.checkpoint.convert.options import (
     target_config,
     target_json,
 )
-from glm52_jax.checkpoint.convert.transform import Piece, Tally, values
+from glm52_jax.checkpoint.convert.transform import Piece, ValueCounts, values
 from glm52_jax.checkpoint.formats.safetensors_file import DTYPES, SafetensorsFile, file_layout
-from glm52_jax.checkpoint.journal.journal import Journal, WorkFolder
-from glm52_jax.checkpoint.journal.workers import Account, Meter, Pulse, run, unwritable
+from glm52_jax.checkpoint.journal.journal import Journal, JournalFolder
+from glm52_jax.checkpoint.journal.workers import Meter, Pulse, WorkStats, run, unwritable
 from glm52_jax.checkpoint.sources.converted import ConvertedCheckpoint
 from glm52_jax.checkpoint.sources.open_source import Checkpoint, open_checkpoint
 from glm52_jax.checkpoint.sources.published import CODES, INDEX_FILE, SINGLE_FILE, fused_name
-from glm52_jax.checkpoint.sources.sidecar_files import companions, small_files
-from glm52_jax.checkpoint.value_checks import Counts, sentences
+from glm52_jax.checkpoint.sources.sidecar_files import copy_sidecar_files, sidecar_files
+from glm52_jax.checkpoint.value_checks import BadValueCounts, sentences
 from glm52_jax.config import ModelConfig
 from glm52_jax.io import files
 from glm52_jax.io.json_fields import read_json
@@ -76,12 +76,12 @@ class Shard:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ExportPlan:
     """An export that has been found possible; `notes` are sentences a user should read before it starts."""
 
     source: Checkpoint
     destination: Path
-    settings: Settings
+    settings: ConversionOptions
     fused_experts: bool
     shard_bytes: int
     shards: tuple[Shard, ...]
@@ -113,11 +113,11 @@ class Plan:
 def plan(
     source: str | Path | Checkpoint,
     destination: str | Path,
-    settings: Settings,
+    settings: ConversionOptions,
     *,
     shard_bytes: int = SHARD_BYTES,
     fused_experts: bool = False,
-) -> Plan:
+) -> ExportPlan:
     """Lays out the files, reading headers only.
 
     Raises:
@@ -133,7 +133,7 @@ def plan(
     edited = target_json(read_json(opened.folder / "config.json"), config, target)
     earlier = list(opened.manifest.notes) if isinstance(opened, ConvertedCheckpoint) else []
     groups = _groups(work, target, fused_experts)
-    planned = Plan(
+    planned = ExportPlan(
         opened,
         folder,
         settings,
@@ -142,22 +142,22 @@ def plan(
         _shards(groups, shard_bytes),
         config_text(opened, edited),
         (*contents.notes, *(f"in the conversion: {note}" for note in earlier), *changes(work)),
-        tuple(companions(opened.folder)),
+        tuple(copy_sidecar_files(opened.folder)),
     )
     names = [shard.file for shard in planned.shards]
-    WorkFolder(folder).refuse_others(
+    JournalFolder(folder).refuse_others(
         "an unfinished export", _identity(planned), lambda: _small_files(planned) | dict.fromkeys(names)
     )
     return planned
 
 
 def export(
-    planned: Plan,
+    planned: ExportPlan,
     *,
     jobs: int = 2,
     meter: Callable[[int, int], Meter] | None = None,
     options: Sequence[str] = (),
-) -> Account:
+) -> WorkStats:
     """Carries out a plan, or what is left of it.
 
     Args:
@@ -170,7 +170,7 @@ def export(
         InputError: other settings than those it was begun with; the destination cannot be written or flushed; the
             source can no longer be read; a value has no form in the target.
     """
-    work = WorkFolder(planned.destination)
+    work = JournalFolder(planned.destination)
     try:
         work.begin(_identity(planned), planned.command(options))
         with work.taking_part("export") as journal:
@@ -185,7 +185,7 @@ def export(
                 destination=planned.destination,
                 meter=meter(planned.bytes, planned.bytes - rest) if meter else None,
             )
-            account.notes = tuple(sentences({name: Counts(**noted) for name, noted in work.done().items()}))
+            account.notes = tuple(sentences({name: BadValueCounts(**noted) for name, noted in work.done().items()}))
             _finish(planned, work)
     except OSError as error:
         raise unwritable(planned.destination, error) from None
@@ -195,19 +195,19 @@ def export(
 class _Writer:
     """Writes shards."""
 
-    def __init__(self, planned: Plan, work: WorkFolder, journal: Journal):
+    def __init__(self, planned: ExportPlan, work: JournalFolder, journal: Journal):
         self.planned, self.work, self.journal = planned, work, journal
         self.lock = threading.Lock()
 
     def shard(self, shard: Shard, pulse: Pulse) -> None:
         header, starts = file_layout({name: (DTYPES[dtype], shape) for name, (dtype, shape) in shard.tensors.items()})
         part = self.work.temporary(f"export-{threading.get_native_id()}")
-        counts: dict[str, Counts] = {}
+        counts: dict[str, BadValueCounts] = {}
         with part.open("wb", buffering=0) as file:
             file.write(header)
             for group in shard.groups:
                 for p, names in group.pieces:
-                    tally = Tally()
+                    tally = ValueCounts()
                     for number, data in values(self.planned.source, p, tally):
                         name, count = names[number], len(data)
                         file.seek(starts[name])
@@ -216,7 +216,7 @@ class _Writer:
                         starts[name] += count
                         pulse(count)
                     for number, name in enumerate(names):
-                        counts[name] = counts.get(name, Counts()) + tally.of(number)
+                        counts[name] = counts.get(name, BadValueCounts()) + tally.of(number)
         files.sync([part])
         noted = {name: found for name, count in counts.items() if (found := count.as_json())}
         if noted:  # before the shard is there, which is then not done again
@@ -277,7 +277,7 @@ def _shard_name(number: int, count: int) -> str:
     return f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
-def _identity(planned: Plan) -> dict[str, object]:
+def _identity(planned: ExportPlan) -> dict[str, object]:
     """Whatever two runs must have in common to work on one destination."""
     source = planned.source
     made = source.manifest.text() if isinstance(source, ConvertedCheckpoint) else json.dumps(source.where)
@@ -299,7 +299,7 @@ def _is_there(path: Path, shard: Shard) -> bool:
     return True
 
 
-def _small_files(planned: Plan) -> dict[str, bytes]:
+def _small_files(planned: ExportPlan) -> dict[str, bytes]:
     """Everything but the shards; the config last."""
     found: dict[str, bytes] = {}
     if len(planned.shards) > 1:
@@ -307,10 +307,10 @@ def _small_files(planned: Plan) -> dict[str, bytes]:
         found[INDEX_FILE] = _json(
             {"metadata": {"total_size": planned.bytes}, "weight_map": dict(sorted(weight_map.items()))}
         )
-    return found | small_files(planned.beside, planned.config_text)
+    return found | sidecar_files(planned.beside, planned.config_text)
 
 
-def _finish(planned: Plan, work: WorkFolder) -> None:
+def _finish(planned: ExportPlan, work: JournalFolder) -> None:
     for name, data in _small_files(planned).items():
         work.write(planned.destination / name, data)
     files.sync([planned.destination])

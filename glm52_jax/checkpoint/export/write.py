@@ -21,12 +21,12 @@ from glm52_jax.io.files import is_there, reading, whole_file, writing
 from glm52_jax.params.quantization import BlockQuantized, dequantize_blocks, quantize_blocks
 from glm52_jax.params.spec import Param, Stack, Tensor, parameters
 from sharding.errors import InputError
-from sharding.jax_settings import under_own_settings
+from sharding.jax_settings import with_project_settings
 
 Params = dict[str, Any]
 
 
-@under_own_settings
+@with_project_settings
 def write_checkpoint(
     folder: str | Path,
     config: ModelConfig,
@@ -130,7 +130,7 @@ def _check_leaf(config: ModelConfig, param: Param, leaf: Any) -> None:
     expected = param.stacked_shape(config)
     if isinstance(leaf, BlockQuantized):
         _check_quantized(param, leaf)
-        found = (*leaf.codes.shape[:-2], *leaf.view)
+        found = (*leaf.codes.shape[:-2], *leaf.logical_shape)
     else:
         found = tuple(leaf.shape)
     if found != expected:
@@ -229,7 +229,7 @@ class _Source:
         return quantize_blocks(values, quantization.block, wanted)
 
     def _plain(self, piece: _Piece) -> np.ndarray:
-        """The values of a tensor, in the form that its parameters have; several of them share out its `view`."""
+        """The values of a tensor in the type of its parameters, some of which are views of one tensor."""
         parts = [self._part(param, ordinal, piece.number) for param, ordinal in piece.made_of]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 

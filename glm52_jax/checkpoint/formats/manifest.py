@@ -12,7 +12,7 @@ from typing import Any
 
 from glm52_jax.checkpoint.formats.orbax_layout import STORED_TYPES
 from glm52_jax.checkpoint.formats.safetensors_file import DTYPES, tensor_bytes
-from glm52_jax.checkpoint.value_checks import Counts, sentences
+from glm52_jax.checkpoint.value_checks import BadValueCounts, sentences
 from glm52_jax.io.json_fields import read_json, shown
 from glm52_jax.io.unfinished import MANIFEST
 from sharding.errors import InputError
@@ -23,7 +23,7 @@ HEAD = json.dumps({"format": _FORMAT}, indent=1)[:-2].encode()
 
 
 @dataclasses.dataclass(frozen=True)
-class Record:
+class TensorRecord:
     """One published tensor.
 
     Attributes:
@@ -40,7 +40,7 @@ class Record:
     dtype: str
     shape: tuple[int, ...]
     crc32: str
-    counts: Counts = dataclasses.field(default_factory=Counts)
+    counts: BadValueCounts = dataclasses.field(default_factory=BadValueCounts)
 
     @property
     def bytes(self) -> int:
@@ -68,7 +68,7 @@ class Manifest:
     files: dict[str, int]
     ignored: dict[str, str]
     notes: tuple[str, ...]
-    tensors: dict[str, Record]
+    tensors: dict[str, TensorRecord]
 
     @property
     def total_bytes(self) -> int:
@@ -117,15 +117,15 @@ def sentences_of(manifest: Manifest) -> tuple[str, ...]:
     return tuple(sentences({name: record.counts for name, record in manifest.tensors.items()}))
 
 
-def _record(fields: dict[str, Any]) -> Record:
+def _record(fields: dict[str, Any]) -> TensorRecord:
     shape = tuple(int(n) for n in fields["shape"])
-    record = Record(
+    record = TensorRecord(
         fields["file"],
         fields["source_dtype"],
         fields["dtype"],
         shape,
         fields["crc32"],
-        Counts(**fields.get("counts", {})),
+        BadValueCounts(**fields.get("counts", {})),
     )
     if record.dtype not in STORED_TYPES:
         raise ValueError(f"dtype {record.dtype}")

@@ -39,7 +39,7 @@ def leaf_of(name: str) -> tuple[str, int | None]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class StoredLeaf:
     """One array of the tree.
 
     Attributes:
@@ -91,7 +91,7 @@ class Leaf:
         }
 
 
-def leaves(tensors: Mapping[str, tuple[str, tuple[int, ...]]], chunk_bytes: int = CHUNK_BYTES) -> dict[str, Leaf]:
+def leaves(tensors: Mapping[str, tuple[str, tuple[int, ...]]], chunk_bytes: int = CHUNK_BYTES) -> dict[str, StoredLeaf]:
     """The leaves that hold tensors of these types and shapes, by name.
 
     Experts of a leaf are taken to be of one type and shape and all there, as the plan of a conversion has seen to.
@@ -104,7 +104,7 @@ def leaves(tensors: Mapping[str, tuple[str, tuple[int, ...]]], chunk_bytes: int 
         if expert is not None:
             experts[leaf] = experts.get(leaf, 0) + 1
     return {
-        name: Leaf(
+        name: StoredLeaf(
             name,
             dtype,
             (experts[name], *shape) if stacked else shape,
@@ -134,7 +134,7 @@ def tree_metadata(names: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, Any
     }
 
 
-def store_files(all_leaves: Iterable[Leaf]) -> Iterator[tuple[str, str]]:
+def store_files(all_leaves: Iterable[StoredLeaf]) -> Iterator[tuple[str, str]]:
     """Paths within `params` and texts of everything that is no chunk."""
     listed = list(all_leaves)
     for leaf in listed:

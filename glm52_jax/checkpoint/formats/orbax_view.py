@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from glm52_jax.checkpoint.formats.orbax_layout import Leaf
+from glm52_jax.checkpoint.formats.orbax_layout import StoredLeaf
 from glm52_jax.checkpoint.formats.safetensors_file import DTYPES
 
 _SECONDS = 600
@@ -30,7 +30,7 @@ class OrbaxView:
         leaves: the arrays that it should find, by name.
     """
 
-    def __init__(self, params: Path, leaves: Mapping[str, Leaf]):
+    def __init__(self, params: Path, leaves: Mapping[str, StoredLeaf]):
         self._params, self._leaves = params, leaves
         whole = [leaf for leaf in leaves.values() if not leaf.stacked] or list(leaves.values())
         self._smallest = min(whole, key=lambda leaf: (leaf.chunk_bytes, leaf.name))

@@ -41,7 +41,7 @@ _POINTER = b"version https://git-lfs"  # what a clone without Git LFS has in pla
 _CUT = "the download looks cut"
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor of a file: type by its safetensors name, shape, and byte range in the file."""
 
     dtype: str
@@ -128,7 +128,7 @@ def file_layout(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> tupl
     return len(text).to_bytes(_LENGTH, "little") + text, starts
 
 
-def _read_header(path: Path) -> tuple[dict[str, Entry], int]:
+def _read_header(path: Path) -> tuple[dict[str, TensorEntry], int]:
     """Entries by name, and the size of the file."""
     text, size = _header_text(path)
     try:
@@ -167,7 +167,7 @@ def _header_text(path: Path) -> tuple[bytes, int]:
         raise InputError(f"{path}: {dead_link(path) or f'cannot be read ({error.strerror})'}") from None
 
 
-def _entry(path: Path, name: str, raw: Any, first: int) -> Entry:
+def _entry(path: Path, name: str, raw: Any, first: int) -> TensorEntry:
     if not name.isprintable() or not name:
         raise InputError(f"{path}: its safetensors header names a tensor {shown(name)}, expected printable text")
     if not isinstance(raw, dict):
@@ -188,7 +188,7 @@ def _entry(path: Path, name: str, raw: Any, first: int) -> Entry:
             f"{path}: {name} has data_offsets {offsets}, {stop - start} bytes, but shape {shown(shape)} of {dtype} "
             f"needs {needed}"
         )
-    return Entry(dtype, tuple(shape), first + start, first + stop)
+    return TensorEntry(dtype, tuple(shape), first + start, first + stop)
 
 
 def _is_sizes(value: Any) -> bool:
@@ -196,7 +196,7 @@ def _is_sizes(value: Any) -> bool:
     return isinstance(value, list) and len(value) <= 32 and all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 
-def _refuse_gaps(path: Path, entries: dict[str, Entry], first: int, size: int) -> None:
+def _refuse_gaps(path: Path, entries: dict[str, TensorEntry], first: int, size: int) -> None:
     """The tensors cover the file from the header to its end, each byte once."""
     at, before = first, "the header"
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):

@@ -36,7 +36,7 @@ _WAIT = 2.0
 """Seconds in which a living process has written its settings."""
 
 
-class WorkFolder:
+class JournalFolder:
     """The work on one destination, shared by every process that takes part in it."""
 
     def __init__(self, destination: Path):

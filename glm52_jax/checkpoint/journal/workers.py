@@ -18,7 +18,7 @@ from glm52_jax.inputs.sizes import short_size
 from glm52_jax.io import files
 from sharding.errors import InputError
 
-Unit = TypeVar("Unit")
+WorkUnit = TypeVar("WorkUnit")
 _GOES_ON = "when it can, the same command goes on from here"
 
 
@@ -52,7 +52,7 @@ class Pulse:
 
 
 @dataclasses.dataclass
-class Account:
+class WorkStats:
     """What a run took.
 
     Attributes:
@@ -72,15 +72,20 @@ class Account:
 
 
 def run(
-    units: Sequence[Unit], work: Callable[[Unit, Pulse], Any], *, jobs: int, destination: Path, meter: Meter | None
-) -> Account:
+    units: Sequence[WorkUnit],
+    work: Callable[[WorkUnit, Pulse], Any],
+    *,
+    jobs: int,
+    destination: Path,
+    meter: Meter | None,
+) -> WorkStats:
     """Does every unit, `jobs` at a time, in order of the list.
 
     Raises:
         InputError: what a unit raised, or that the destination cannot be written; the other units in flight stop.
     """
     begin, pulse, waiting = time.perf_counter(), Pulse(meter), iter(units)
-    account = Account(peak=anonymous_bytes())
+    account = WorkStats(peak=anonymous_bytes())
     with ThreadPoolExecutor(jobs) as pool:
         running: set[Future[Any]] = {pool.submit(work, unit, pulse) for unit in itertools.islice(waiting, jobs)}
         try:

@@ -32,40 +32,40 @@ def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
 
 
 @dataclasses.dataclass(frozen=True)
-class LeafForm:
+class LeafLayout:
     """How a leaf is made of published tensors.
 
     Attributes:
         lead: dimensions that run over tensors, the last one fastest; () for a leaf of one tensor.
         tensor: shape of each published tensor.
         view: what a tensor is reshaped to; its first dimension divides the tensor's rows into equal groups.
-        rows: what is taken of the second dimension of `view`; None for all of it.
+        rows: what is taken of the second dimension of `logical_shape`; None for all of it.
     """
 
     lead: tuple[int, ...]
     tensor: tuple[int, ...]
-    view: tuple[int, ...]
+    logical_shape: tuple[int, ...]
     rows: Range | None = None
 
     def __post_init__(self) -> None:
-        assert math.prod(self.view) == math.prod(self.tensor)
-        assert self.tensor[0] % self.view[0] == 0
+        assert math.prod(self.logical_shape) == math.prod(self.tensor)
+        assert self.tensor[0] % self.logical_shape[0] == 0
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the leaf."""
         if self.rows is None:
-            return (*self.lead, *self.view)
-        return (*self.lead, self.view[0], self.rows[1] - self.rows[0], *self.view[2:])
+            return (*self.lead, *self.logical_shape)
+        return (*self.lead, self.logical_shape[0], self.rows[1] - self.rows[0], *self.logical_shape[2:])
 
     @property
     def group(self) -> int:
-        """Rows of a tensor in one index of `view`'s first dimension."""
-        return self.tensor[0] // self.view[0]
+        """Rows of a tensor in one index of `logical_shape`'s first dimension."""
+        return self.tensor[0] // self.logical_shape[0]
 
 
-class Share(NamedTuple):
-    """What one box gets of the rows that are read: `box[put] = rows.reshape(-1, *view[1:])[take]`."""
+class TensorShare(NamedTuple):
+    """What one box gets of the rows that are read: `box[put] = rows.reshape(-1, *logical_shape[1:])[take]`."""
 
     box: int
     put: tuple[int | slice, ...]
@@ -73,15 +73,15 @@ class Share(NamedTuple):
     whole: bool  # whether it takes all of them
 
 
-class Read(NamedTuple):
-    """Rows of a published tensor, by its number in the order of `LeafForm.lead`, and who gets what of them."""
+class TensorRead(NamedTuple):
+    """Rows of a published tensor, by its number in the order of `LeafLayout.lead`, and who gets what of them."""
 
     number: int
     rows: Range
-    shares: tuple[Share, ...]
+    shares: tuple[TensorShare, ...]
 
 
-def reads(form: LeafForm, boxes: Sequence[Box], most_rows: int) -> Iterator[Read]:
+def reads(form: LeafLayout, boxes: Sequence[Box], most_rows: int) -> Iterator[TensorRead]:
     """What to read to fill some boxes of a leaf: every value of theirs once, tensor by tensor, whole rows at a time.
 
     Boxes that differ only in columns, as the shards of a matrix that is cut along them, share what is read. Boxes of
@@ -107,12 +107,12 @@ def reads(form: LeafForm, boxes: Sequence[Box], most_rows: int) -> Iterator[Read
                 shares = tuple(
                     _share(form, member, boxes[member][depth + 1 :], put, stop - start) for member in members
                 )
-                yield Read(number, (start * form.group, stop * form.group), shares)
+                yield TensorRead(number, (start * form.group, stop * form.group), shares)
 
 
-def _share(form: LeafForm, number: int, columns: Box, put: tuple[int | slice, ...], count: int) -> Share:
+def _share(form: LeafLayout, number: int, columns: Box, put: tuple[int | slice, ...], count: int) -> TensorShare:
     """`columns`: ranges of the dimensions of a piece after its first."""
     offset = form.rows[0] if form.rows else 0
     shifted = [(start + offset, stop + offset) if i == 0 else (start, stop) for i, (start, stop) in enumerate(columns)]
-    whole = all(across == (0, size) for across, size in zip(shifted, form.view[1:], strict=True))
-    return Share(number, put, (slice(count), *(slice(*across) for across in shifted)), whole)
+    whole = all(across == (0, size) for across, size in zip(shifted, form.logical_shape[1:], strict=True))
+    return TensorShare(number, put, (slice(count), *(slice(*across) for across in shifted)), whole)

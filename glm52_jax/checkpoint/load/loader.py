@@ -18,20 +18,20 @@ from jax.sharding import Sharding
 
 from glm52_jax.checkpoint.formats.safetensors_file import DTYPES
 from glm52_jax.checkpoint.load.leaf_arrays import make_array
-from glm52_jax.checkpoint.load.leaf_slices import LeafForm
+from glm52_jax.checkpoint.load.leaf_slices import LeafLayout
 from glm52_jax.checkpoint.load.leaf_values import ValueReader, scales, weight
 from glm52_jax.checkpoint.sources.open_source import open_checkpoint
-from glm52_jax.checkpoint.sources.published import Contents, PublishedCheckpoint, Stored
+from glm52_jax.checkpoint.sources.published import CheckpointContents, PublishedCheckpoint, StoredTensor
 from glm52_jax.checkpoint.value_checks import sentences
 from glm52_jax.config import ModelConfig
 from glm52_jax.params.axis_rules import check_rules
-from glm52_jax.params.init import build
+from glm52_jax.params.init import build_tree
 from glm52_jax.params.quantization import BlockQuantized
 from glm52_jax.params.sharding import param_shardings
-from glm52_jax.params.sharding_checks import check_fits, of_codes
+from glm52_jax.params.sharding_checks import check_divides, quantized_shardings
 from glm52_jax.params.spec import Param
 from sharding.errors import InputError
-from sharding.jax_settings import under_own_settings
+from sharding.jax_settings import with_project_settings
 from sharding.layout import Layout
 
 MARGIN_BYTES = 256 * 2**20
@@ -102,7 +102,7 @@ def load_params(
     return load_with_report(path, config, dtype=dtype, fp8=fp8, layout=layout, shardings=shardings)[0]
 
 
-@under_own_settings
+@with_project_settings
 def load_with_report(
     path: str | Path,
     config: ModelConfig | None = None,
@@ -125,8 +125,8 @@ def load_with_report(
             raise InputError("layout and shardings are both given, expected one of them")
         shardings = param_shardings(contents.config, layout)
     kind = _compute_dtype(contents.config.dtype if dtype is None else dtype)
-    plans: list[_Plan] = []
-    build(
+    plans: list[_LeafPlan] = []
+    build_tree(
         contents.config, lambda param: plans.append(_plan(checkpoint, contents, param, kind, fp8 == "keep", shardings))
     )
     meter = _Meter({name: _size(checkpoint, name) for name in _used(contents)}, progress)
@@ -136,10 +136,10 @@ def load_with_report(
     rounded = _rounded(checkpoint, contents, kind)
     notes = (*contents.notes, *rounded, *(plan.note for plan in plans if plan.note), *sentences(reader.counts))
     report = LoadReport(meter.tensors, meter.total, contents.ignored, notes)
-    return build(contents.config, lambda param: leaves.get(param.path)), report
+    return build_tree(contents.config, lambda param: leaves.get(param.path)), report
 
 
-def _used(contents: Contents) -> set[str]:
+def _used(contents: CheckpointContents) -> set[str]:
     """Names in the files of every tensor and scale that the model is made of."""
     stored = contents.tensors.values()
     return {s.name for s in stored} | {s.scale for s in stored if s.scale}
@@ -159,7 +159,7 @@ def _compute_dtype(dtype: Any) -> np.dtype:
     return kind
 
 
-def _rounded(checkpoint: PublishedCheckpoint, contents: Contents, dtype: np.dtype) -> list[str]:
+def _rounded(checkpoint: PublishedCheckpoint, contents: CheckpointContents, dtype: np.dtype) -> list[str]:
     """Says when tensors are stored in more bits than they are loaded in."""
     stored = (s for s in contents.tensors.values() if not s.tensor.float32)
     names = [s.name for s in stored if DTYPES[checkpoint.entry(s.name).dtype].itemsize > dtype.itemsize]
@@ -169,7 +169,7 @@ def _rounded(checkpoint: PublishedCheckpoint, contents: Contents, dtype: np.dtyp
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class _LeafPlan:
     """How one leaf is made.
 
     Attributes:
@@ -182,31 +182,33 @@ class _Plan:
     """
 
     param: Param
-    stored: tuple[Stored, ...]
+    stored: tuple[StoredTensor, ...]
     shape: tuple[int, ...]
     dtype: np.dtype
     codes: tuple[int, int] | None = None
     shardings: tuple[Sharding | None, Sharding | None] = (None, None)
     note: str = ""
 
-    def form(self, tensor: tuple[int, ...], view: tuple[int, ...], rows: tuple[int, int] | None = None) -> LeafForm:
+    def form(
+        self, tensor: tuple[int, ...], logical_shape: tuple[int, ...], rows: tuple[int, int] | None = None
+    ) -> LeafLayout:
         """Over the leading dimensions of the parameter: layers, experts, gate and up."""
-        return LeafForm(self.shape[: len(self.shape) - len(self.param.piece_shape)], tensor, view, rows)
+        return LeafLayout(self.shape[: len(self.shape) - len(self.param.piece_shape)], tensor, logical_shape, rows)
 
 
 def _plan(
     checkpoint: PublishedCheckpoint,
-    contents: Contents,
+    contents: CheckpointContents,
     param: Param,
     kind: np.dtype,
     keep: bool,
     shardings: Shardings | None,
-) -> _Plan:
+) -> _LeafPlan:
     config, shape = contents.config, param.stacked_shape(contents.config)
     dtype = np.dtype(np.float32) if param.float32 else kind
     tensors = [tensor for layer in param.layers(config) for tensor in param.published(config, layer)]
     if any(tensor.name not in contents.tensors for tensor in tensors):
-        return _Plan(param, (), shape, dtype)
+        return _LeafPlan(param, (), shape, dtype)
     stored = tuple(contents.tensors[tensor.name] for tensor in tensors)
     plain = sum(s.scale is None for s in stored)
     keep = keep and not param.dequantize and plain < len(stored)
@@ -217,20 +219,20 @@ def _plan(
         note, keep = f"{param.path} is not kept in {codes}, since {plain} of its tensors are plain", False
     sharding = shardings(param) if shardings else None
     if sharding is not None:
-        check_fits(param, shape, sharding)
+        check_divides(param, shape, sharding)
     if not keep:
-        return _Plan(param, stored, shape, dtype, None, (sharding, None), note)
+        return _LeafPlan(param, stored, shape, dtype, None, (sharding, None), note)
     assert config.quantization is not None
     block = config.quantization.block
-    return _Plan(param, stored, shape, dtype, block, of_codes(param, shape, sharding, block))
+    return _LeafPlan(param, stored, shape, dtype, block, quantized_shardings(param, shape, sharding, block))
 
 
-def _leaf(plan: _Plan, reader: ValueReader, meter: _Meter) -> Any:
+def _leaf(plan: _LeafPlan, reader: ValueReader, meter: _Meter) -> Any:
     """One leaf of the parameter tree, in place."""
     param, (first, second) = plan.param, plan.shardings
-    view = param.view or param.tensor_shape
+    logical_shape = param.logical_shape or param.tensor_shape
     if plan.codes is None:
-        form = plan.form(param.tensor_shape, view, param.rows)
+        form = plan.form(param.tensor_shape, logical_shape, param.rows)
         parts = [weight(s, dequantize=s.scale is not None) for s in plan.stored]
         leaf: Any = make_array(form.shape, plan.dtype, first, lambda targets: reader.fill(form, parts, targets))
     else:
@@ -241,7 +243,7 @@ def _leaf(plan: _Plan, reader: ValueReader, meter: _Meter) -> Any:
         leaf = BlockQuantized(
             make_array(code_form.shape, kind, first, lambda targets: reader.fill(code_form, codes, targets)),
             make_array(scale_form.shape, np.dtype(np.float32), second, lambda t: reader.fill(scale_form, scale, t)),
-            view=tuple(view),
+            logical_shape=tuple(logical_shape),
             block=plan.codes,
             row_dims=param.row_dims,
         )

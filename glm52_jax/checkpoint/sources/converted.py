@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from glm52_jax.checkpoint.formats.manifest import Manifest
-from glm52_jax.checkpoint.formats.orbax_layout import CHUNK_BYTES, PARAMS, Leaf, leaf_of, leaves, params_folder
-from glm52_jax.checkpoint.formats.safetensors_file import DTYPES, Entry, mapped
-from glm52_jax.checkpoint.sources.file_reader import LastFile
+from glm52_jax.checkpoint.formats.orbax_layout import CHUNK_BYTES, PARAMS, StoredLeaf, leaf_of, leaves, params_folder
+from glm52_jax.checkpoint.formats.safetensors_file import DTYPES, TensorEntry, mapped
+from glm52_jax.checkpoint.sources.file_reader import FileReader
 from glm52_jax.checkpoint.sources.published import PublishedCheckpoint
 from glm52_jax.config import ModelConfig
 from glm52_jax.io.files import dead_link, is_there
@@ -59,7 +59,7 @@ class ConvertedCheckpoint(PublishedCheckpoint):
         self.unused: list[str] = []
         self.partial = False
         self.where = {name: f"{PARAMS}/{leaf_of(name)[0]}" for name in self.manifest.tensors}
-        self._last = LastFile()
+        self._last = FileReader()
         self._refuse_other_metadata()
         self._refuse_other_chunks()
 
@@ -72,9 +72,9 @@ class ConvertedCheckpoint(PublishedCheckpoint):
                 f"{self.folder}: holds layers {', '.join(map(str, layers))} only, as --layers asked, which is no model"
             )
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> TensorEntry:
         record = self.manifest.tensors[name]
-        return Entry(record.dtype, record.shape, 0, record.bytes)
+        return TensorEntry(record.dtype, record.shape, 0, record.bytes)
 
     def read(self, name: str) -> np.ndarray:
         entry = self.entry(name)
@@ -101,7 +101,7 @@ class ConvertedCheckpoint(PublishedCheckpoint):
         leaf, expert = self._leaf(name)
         return [params_folder(self.folder) / file for file in leaf.files(expert)]
 
-    def _leaf(self, name: str) -> tuple[Leaf, int | None]:
+    def _leaf(self, name: str) -> tuple[StoredLeaf, int | None]:
         leaf, expert = leaf_of(name)
         return self.leaves[leaf], expert
 

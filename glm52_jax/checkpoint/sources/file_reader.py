@@ -10,7 +10,7 @@ from glm52_jax.io.files import dead_link
 from sharding.errors import InputError
 
 
-class LastFile(threading.local):
+class FileReader(threading.local):
     """The file that a thread read last, still open, since values are read from front to back."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 from glm52_jax.checkpoint.sources.converted import ConvertedCheckpoint, is_converted
-from glm52_jax.checkpoint.sources.file_reader import LastFile
+from glm52_jax.checkpoint.sources.file_reader import FileReader
 from glm52_jax.checkpoint.sources.published import PublishedCheckpoint
 from glm52_jax.checkpoint.sources.remote import RemoteCheckpoint, open_remote, remote_url
 from glm52_jax.io.unfinished import refuse_unfinished
@@ -26,7 +26,7 @@ class PublishedFiles(PublishedCheckpoint):
     def __init__(self, folder: str | Path):
         super().__init__(folder)
         self.name = str(folder)
-        self._last = LastFile()
+        self._last = FileReader()
 
     def pread(self, name: str, offset: int, out: memoryview) -> None:
         """Fills `out` with the bytes of a tensor from `offset` on."""

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from glm52_jax.checkpoint.formats.safetensors_file import Entry, SafetensorsFile
+from glm52_jax.checkpoint.formats.safetensors_file import SafetensorsFile, TensorEntry
 from glm52_jax.config import SHARED, ModelConfig
 from glm52_jax.io.files import dead_link
 from glm52_jax.io.json_fields import read_json, shown
@@ -38,7 +38,7 @@ _LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,8})\.(.*)")
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A published tensor as a folder holds it; `fused` says where an expert is in a tensor that holds all of them."""
 
     tensor: Tensor
@@ -48,7 +48,7 @@ class Stored:
 
 
 @dataclasses.dataclass(frozen=True)
-class Contents:
+class CheckpointContents:
     """What `PublishedCheckpoint.check` found.
 
     Attributes:
@@ -59,7 +59,7 @@ class Contents:
     """
 
     config: ModelConfig
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
     ignored: dict[str, str]
     notes: tuple[str, ...]
 
@@ -95,14 +95,14 @@ class PublishedCheckpoint:
         self.where = self._indexed() if INDEX_FILE in self._listed else self._single()
         self.unused = [f for f in self._listed if f.endswith(".safetensors") and f not in self._files]
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> TensorEntry:
         return self._files[self.where[name]].entries[name]
 
     def read(self, name: str) -> np.ndarray:
         """A tensor by its name in the files."""
         return self._files[self.where[name]].read(name)
 
-    def check(self, config: ModelConfig) -> Contents:
+    def check(self, config: ModelConfig) -> CheckpointContents:
         """How each tensor of the table is stored here; refuses what is missing, extra, or of another shape or type.
 
         Raises:
@@ -113,7 +113,7 @@ class PublishedCheckpoint:
         )
         notes = [*config_notes(config), *(f"{file} is not used, since {reason}" for file in self.unused)]
         config, absent = self._with_what_is_here(config)
-        tensors: dict[str, Stored] = {}
+        tensors: dict[str, StoredTensor] = {}
         missing: list[Tensor] = []
         for tensor in _expected(config):
             stored = self._stored(tensor, config)
@@ -127,7 +127,7 @@ class PublishedCheckpoint:
         ignored = {name: reason for name in left if (reason := _ignorable(name, config) or _idle_scale(name, config))}
         self._refuse_extra([name for name in left if name not in ignored], config)
         own = [f"{s.name} is used in place of the model's own" for s in tensors.values() if s.tensor.optional]
-        return Contents(config, tensors, ignored, (*notes, *absent, *own, *_summary(ignored)))
+        return CheckpointContents(config, tensors, ignored, (*notes, *absent, *own, *_summary(ignored)))
 
     def _single(self) -> dict[str, str]:
         if SINGLE_FILE not in self._listed:
@@ -203,13 +203,13 @@ class PublishedCheckpoint:
             return config.without_mtp(), [note]
         return config, []
 
-    def _stored(self, tensor: Tensor, config: ModelConfig) -> Stored | None:
+    def _stored(self, tensor: Tensor, config: ModelConfig) -> StoredTensor | None:
         """Finds a tensor under its own name, or an expert inside of a fused one, and checks its shape and type."""
         fused = fused_name(tensor.name)
         if tensor.name in self.where:
             self._check_shape(tensor.name, tensor.shape)
             self._check_type(tensor.name, tensor, config)
-            return Stored(tensor, tensor.name, self._scale(tensor, config))
+            return StoredTensor(tensor, tensor.name, self._scale(tensor, config))
         if fused is None or fused[0] not in self.where:
             return None
         name, expert, half = fused
@@ -217,7 +217,7 @@ class PublishedCheckpoint:
         self._check_shape(name, (config.n_routed_experts, rows if half is None else 2 * rows, columns))
         # No release and no known tool has fused experts in codes.
         self._check_type(name, dataclasses.replace(tensor, quantized=False), config)
-        return Stored(tensor, name, fused=(expert, half))
+        return StoredTensor(tensor, name, fused=(expert, half))
 
     def _check_shape(self, name: str, expected: tuple[int, ...]) -> None:
         found = self.entry(name).shape

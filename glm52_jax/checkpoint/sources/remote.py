@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from glm52_jax.checkpoint.sources.published import INDEX_FILE, PublishedCheckpoint
-from glm52_jax.checkpoint.sources.sidecar_files import is_companion
+from glm52_jax.checkpoint.sources.sidecar_files import is_sidecar_file
 from glm52_jax.io.files import unwritable
 from sharding.errors import InputError
 
@@ -126,7 +126,7 @@ def _stand_in(files: Any, root: str, place: Path) -> None:
             with (place / name).open("wb") as file:
                 file.write(start)
                 file.truncate(size)
-        elif name in ("config.json", INDEX_FILE) or is_companion(name, size):
+        elif name in ("config.json", INDEX_FILE) or is_sidecar_file(name, size):
             (place / name).write_bytes(_request(path, lambda: files.cat_file(path)))
 
     with ThreadPoolExecutor(8) as pool:

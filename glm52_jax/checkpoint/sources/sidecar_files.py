@@ -14,7 +14,7 @@ _LARGEST = 256 * 2**20
 _OTHERS = ("config.json", INDEX_FILE, MANIFEST)
 
 
-def companions(folder: Path) -> list[Path]:
+def copy_sidecar_files(folder: Path) -> list[Path]:
     """Every file of a checkpoint folder that is copied as it is, sorted by name.
 
     Raises:
@@ -24,14 +24,14 @@ def companions(folder: Path) -> list[Path]:
     found = []
     with files.reading(folder):
         for path in sorted(folder.iterdir()):
-            if path.is_file() and is_companion(path.name, path.stat().st_size):
+            if path.is_file() and is_sidecar_file(path.name, path.stat().st_size):
                 with files.reading(path), path.open("rb") as file:
                     file.read(1)
                 found.append(path)
     return found
 
 
-def small_files(beside: Iterable[Path], config: str) -> dict[str, bytes]:
+def sidecar_files(beside: Iterable[Path], config: str) -> dict[str, bytes]:
     """What is written beside the weights, by name: files that are copied, and the config."""
     copied = {}
     for path in beside:
@@ -40,7 +40,7 @@ def small_files(beside: Iterable[Path], config: str) -> dict[str, bytes]:
     return copied | {"config.json": config.encode()}
 
 
-def is_companion(name: str, size: int) -> bool:
+def is_sidecar_file(name: str, size: int) -> bool:
     """Whether a file of that name and size is copied; a large one is no tokenizer."""
     named = name.endswith(_SUFFIXES) or name.upper().startswith("LICENSE")
     return named and size <= _LARGEST and name not in _OTHERS and not name.startswith(".")

@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 
-from glm52_jax.kernels import form
+from glm52_jax.kernels import implementation
 from glm52_jax.kernels.block_matmul.product import Stack
 from glm52_jax.kernels.block_matmul.reference import block_matmul_reference
 
-_FORMS = {"reference": block_matmul_reference, "tpu": "glm52_jax.kernels.block_matmul.tpu:block_matmul_tiled"}
+_IMPLEMENTATIONS = {"reference": block_matmul_reference, "tpu": "glm52_jax.kernels.block_matmul.tpu:block_matmul_tiled"}
 
 
 def block_matmul(x: jax.Array, weight: Stack, layer: jax.Array | int, *, backend: str, dtype: Any = None) -> jax.Array:
@@ -19,7 +19,7 @@ def block_matmul(x: jax.Array, weight: Stack, layer: jax.Array | int, *, backend
     Args:
         x: `[rows, in]`.
         weight: stack `[layers, ..., out, in]`, plain or in blocks; what is between are matrices of one layer side by
-            side, gate and up for instance. The codes' own shape counts, not the `view` of them.
+            side, gate and up for instance. The codes' own shape counts, not the `logical_shape` of them.
         layer: which layer of the stack.
         backend: see `kernels.resolve_backend`.
         dtype: of the result, by default that of `x`.
@@ -27,4 +27,4 @@ def block_matmul(x: jax.Array, weight: Stack, layer: jax.Array | int, *, backend
     Returns:
         `[rows, ..., out]`; a row does not depend on the other ones.
     """
-    return form(_FORMS, backend)(x, weight, layer, dtype=dtype or x.dtype)
+    return implementation(_IMPLEMENTATIONS, backend)(x, weight, layer, dtype=dtype or x.dtype)

@@ -40,7 +40,7 @@ Stack = jax.Array | BlockQuantized
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class WeightEncoding:
     """How the weights of one stack are multiplied.
 
     Attributes:
@@ -56,7 +56,7 @@ class Form:
     dtype: Any
 
     @classmethod
-    def of(cls, weight: Stack, x: jax.Array, rows: int, target: Target) -> Form:
+    def of(cls, weight: Stack, x: jax.Array, rows: int, target: Target) -> WeightEncoding:
         """For a tile of that many rows of the weight."""
         group = target.chip.mxu_width
         group = group if rows % group == 0 else 128 if rows % 128 == 0 else rows

@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from glm52_jax.kernels import Target
-from glm52_jax.kernels.block_matmul import blocks
-from glm52_jax.kernels.block_matmul.product import Form, Scales, Stack, scales_of, values_of
+from glm52_jax.kernels.block_matmul import tile_sizes
+from glm52_jax.kernels.block_matmul.product import Scales, Stack, WeightEncoding, scales_of, values_of
 from glm52_jax.kernels.lib.pallas import call
 
 
@@ -26,8 +26,8 @@ def block_matmul_tiled(x: jax.Array, weight: Stack, layer: jax.Array | int, *, d
     values, scales = values_of(weight), scales_of(weight)
     between, out = values.shape[1:-2], values.shape[-2]
     pieces = math.prod(between)
-    sizes = blocks.choose(target, rows, weight, x.dtype)
-    form = Form.of(weight, x, sizes.out, target)
+    sizes = tile_sizes.choose(target, rows, weight, x.dtype)
+    form = WeightEncoding.of(weight, x, sizes.out, target)
     padded = jnp.pad(x, ((0, -rows % sizes.rows), (0, 0)))
 
     steps = -(-out // sizes.out)
@@ -50,7 +50,7 @@ def block_matmul_tiled(x: jax.Array, weight: Stack, layer: jax.Array | int, *, d
         functools.partial(_kernel, form, scales, sizes, steps),
         name="block_matmul",
         target=target,
-        cost=blocks.cost(padded.shape[0], weight, x.dtype, dtype),
+        cost=tile_sizes.cost(padded.shape[0], weight, x.dtype, dtype),
         out_shape=jax.ShapeDtypeStruct((pieces, padded.shape[0], out), dtype),
         semantics=("parallel", "arbitrary"),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -67,9 +67,9 @@ def block_matmul_tiled(x: jax.Array, weight: Stack, layer: jax.Array | int, *, d
 
 
 def _kernel(
-    form: Form,
+    form: WeightEncoding,
     scales: Scales | None,
-    sizes: blocks.Blocks,
+    sizes: tile_sizes.BlockMatmulTileSizes,
     steps: int,
     layer: Any,
     x: Any,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import jax
 
 from glm52_jax.cache.row_formats import RowStack
-from glm52_jax.kernels import form
-from glm52_jax.kernels.cache_write.new_rows import Making
+from glm52_jax.kernels import implementation
+from glm52_jax.kernels.cache_write.new_rows import RowTransform
 from glm52_jax.kernels.cache_write.reference import write_rows_reference
 
-_FORMS = {"reference": write_rows_reference, "tpu": "glm52_jax.kernels.cache_write.tpu:write_rows"}
+_IMPLEMENTATIONS = {"reference": write_rows_reference, "tpu": "glm52_jax.kernels.cache_write.tpu:write_rows"}
 
 
 def write_rows(
@@ -19,7 +19,7 @@ def write_rows(
     page_table: jax.Array,
     positions: jax.Array,
     *,
-    making: Making | None = None,
+    transform: RowTransform | None = None,
     backend: str,
 ) -> RowStack:
     """The stack with one row for each token written at `positions` of one layer, in place where the stack is donated.
@@ -29,7 +29,7 @@ def write_rows(
     sequences of a call must not write to one page: a page that sequences share has to be whole.
 
     Args:
-        stack: `[layers, pages, page_size, width]`, or `PackedRows` of such rows.
+        stack: `[layers, pages, page_size, width]`, or `PackedStack` of such rows.
         layer: which layer of the stack.
         values: `[batch, tokens, width]`, what the rows are made of; cast or quantised to what the stack has.
         page_table: int32 `[batch, pages_per_sequence]`.
@@ -39,4 +39,4 @@ def write_rows(
         making: how a row is made of its values; None where they are the row.
         backend: see `kernels.resolve_backend`.
     """
-    return form(_FORMS, backend)(stack, layer, values, page_table, positions, making)
+    return implementation(_IMPLEMENTATIONS, backend)(stack, layer, values, page_table, positions, transform)

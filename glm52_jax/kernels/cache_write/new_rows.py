@@ -10,7 +10,7 @@ from glm52_jax.kernels.lib.layers import Rotary, hadamard, layer_norm, rms_norm
 
 
 @flax.struct.dataclass
-class LatentMaking:
+class LatentRowTransform:
     """Root-mean-square norm of the first values, the latent; rotation of the others, the rope key.
 
     Attributes:
@@ -33,7 +33,7 @@ class LatentMaking:
 
 
 @flax.struct.dataclass
-class KeyMaking:
+class IndexKeyTransform:
     """Layer norm of an index key, rotation of its first values.
 
     Attributes:
@@ -49,7 +49,7 @@ class KeyMaking:
     rotary: Rotary
     eps: float = flax.struct.field(pytree_node=False)
     interleave: bool = flax.struct.field(pytree_node=False)
-    turned: bool = flax.struct.field(pytree_node=False, default=False)
+    hadamard_rotated: bool = flax.struct.field(pytree_node=False, default=False)
 
     def __call__(self, values: jax.Array) -> jax.Array:
         """float32 keys `[batch, tokens, index_head_dim]`."""
@@ -57,7 +57,7 @@ class KeyMaking:
         width = 2 * self.rotary.cos.shape[-1]
         rotated = self.rotary.rotate(keys[..., :width], interleave=self.interleave)
         keys = jnp.concatenate([rotated, keys[..., width:]], axis=-1)
-        return hadamard(keys) if self.turned else keys
+        return hadamard(keys) if self.hadamard_rotated else keys
 
 
-Making = LatentMaking | KeyMaking
+RowTransform = LatentRowTransform | IndexKeyTransform

@@ -7,9 +7,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from glm52_jax.cache.pages import slots
-from glm52_jax.cache.row_formats import PackedRows, RowStack, encode
-from glm52_jax.kernels.cache_write.new_rows import Making
+from glm52_jax.cache.pages import slots_of
+from glm52_jax.cache.row_formats import PackedStack, RowStack, encode_rows
+from glm52_jax.kernels.cache_write.new_rows import RowTransform
 
 
 def write_rows_reference(
@@ -18,11 +18,11 @@ def write_rows_reference(
     values: jax.Array,
     page_table: jax.Array,
     positions: jax.Array,
-    making: Making | None,
+    transform: RowTransform | None,
 ) -> RowStack:
     """See `api.write_rows`."""
-    new = encode(stack, making(values) if making else values, layer)
-    if not isinstance(stack, PackedRows):
+    new = encode_rows(stack, transform(values) if transform else values, layer)
+    if not isinstance(stack, PackedStack):
         return _write(stack, layer, new["values"], page_table, positions)
     parts = {name: _write(part, layer, new[name], page_table, positions) for name, part in stack.parts.items()}
     return dataclasses.replace(stack, parts=parts)
@@ -49,7 +49,7 @@ def _write_tokens(
 ) -> jax.Array:
     pages, page_size, width = stack.shape[1:]
     flat_rows = rows.reshape(-1, width)
-    where = slots(page_table, positions, page_size, pages).reshape(-1)
+    where = slots_of(page_table, positions, page_size, pages).reshape(-1)
 
     def write(token: jax.Array, stack: jax.Array) -> jax.Array:
         slot = jnp.maximum(where[token], 0)

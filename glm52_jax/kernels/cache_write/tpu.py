@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from glm52_jax.cache.row_formats import PackedRows, RowFormat, RowStack, TensorRows, parts_of
+from glm52_jax.cache.row_formats import PackedStack, RowFormat, RowStack, TensorScaledFormat, parts_of
 from glm52_jax.kernels import Target
-from glm52_jax.kernels.cache_write.blocks import Blocks, choose, cost
-from glm52_jax.kernels.cache_write.new_rows import Making
+from glm52_jax.kernels.cache_write.new_rows import RowTransform
+from glm52_jax.kernels.cache_write.tile_sizes import CacheWriteTileSizes, choose, cost
 from glm52_jax.kernels.cache_write.tiles import encode, make, tables
 from glm52_jax.kernels.lib.pallas import SUBLANES, call
 
@@ -32,26 +32,28 @@ def write_rows(
     values: jax.Array,
     page_table: jax.Array,
     positions: jax.Array,
-    making: Making | None,
+    transform: RowTransform | None,
     *,
     target: Target,
 ) -> RowStack:
     """See `api.write_rows`."""
     parts = parts_of(stack)
-    form = stack.format if isinstance(stack, PackedRows) else None
+    form = stack.format if isinstance(stack, PackedStack) else None
     batch, tokens, width = values.shape
     pages, page_size = next(iter(parts.values())).shape[1:3]
     blocks = choose(target.chip, batch, tokens, page_size)
     room = _made_width(form, width)
-    shared, angles = tables(making, room)
+    shared, angles = tables(transform, room)
     by_step = functools.partial(_by_step, blocks=blocks)
     row_bytes = sum(part.shape[-1] * part.dtype.itemsize for part in parts.values())
-    kernel = functools.partial(_kernel, names=tuple(parts), form=form, making=making, blocks=blocks, shared=len(shared))
+    kernel = functools.partial(
+        _kernel, names=tuple(parts), form=form, transform=transform, blocks=blocks, shared=len(shared)
+    )
     values = by_step(values)
     steps, rows, _ = values.shape
     angles = [by_step(table) for table in angles]
-    scale = form.scale(layer) if isinstance(form, TensorRows) else jnp.ones((), jnp.float32)
-    scalars = (jnp.asarray(layer, jnp.int32).reshape(1), *places(page_table, positions, page_size, pages, blocks))
+    scale = form.scale(layer) if isinstance(form, TensorScaledFormat) else jnp.ones((), jnp.float32)
+    scalars = (jnp.asarray(layer, jnp.int32).reshape(1), *tile_rows(page_table, positions, page_size, pages, blocks))
     any_space = pl.BlockSpec(memory_space=pl.ANY)
 
     def of_step(array: jax.Array) -> pl.BlockSpec:
@@ -90,12 +92,12 @@ def write_rows(
             ],
         ),
     )(*scalars, *inputs, *parts.values())
-    if not isinstance(stack, PackedRows):
+    if not isinstance(stack, PackedStack):
         return out[0]
     return dataclasses.replace(stack, parts=dict(zip(parts, out, strict=True)))
 
 
-def _front(blocks: Blocks) -> int:
+def _front(blocks: CacheWriteTileSizes) -> int:
     return -(-blocks.rows // SUBLANES) * SUBLANES
 
 
@@ -105,7 +107,7 @@ def _made_width(form: RowFormat | None, width: int) -> int:
     return -(-width // lanes) * lanes
 
 
-def _by_step(array: jax.Array, blocks: Blocks) -> jax.Array:
+def _by_step(array: jax.Array, blocks: CacheWriteTileSizes) -> jax.Array:
     """`[steps, rows, width]` of `[batch, tokens, width]`, a multiple of eight rows a step."""
     batch, tokens, width = array.shape
     array = jnp.pad(array, ((0, -batch % blocks.sequences), (0, -tokens % blocks.tokens), (0, 0)))
@@ -113,7 +115,7 @@ def _by_step(array: jax.Array, blocks: Blocks) -> jax.Array:
     return jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % SUBLANES), (0, 0)))
 
 
-class Places(NamedTuple):
+class TileRows(NamedTuple):
     """Where the tiles of all steps are, int32 `[tiles]` each.
 
     Attributes:
@@ -130,7 +132,9 @@ class Places(NamedTuple):
     high: jax.Array
 
 
-def places(page_table: jax.Array, positions: jax.Array, page_size: int, pages: int, blocks: Blocks) -> Places:
+def tile_rows(
+    page_table: jax.Array, positions: jax.Array, page_size: int, pages: int, blocks: CacheWriteTileSizes
+) -> TileRows:
     """The tiles of a write, step after step, `blocks.touched` for each run of columns of a sequence.
 
     Nothing is new in a tile of a page that is past the table or none of the pool's: unlike a slice of an array, a copy
@@ -160,7 +164,7 @@ def places(page_table: jax.Array, positions: jax.Array, page_size: int, pages: i
     in_step = jnp.arange(positions.shape[0])[:, None] % blocks.sequences * blocks.tokens
     group = base % page_size // blocks.rows
     found = (jnp.clip(page, 0, pages - 1), group, in_step + begin - low, low, high)
-    return Places(*(array.astype(jnp.int32).reshape(-1) for array in found))
+    return TileRows(*(array.astype(jnp.int32).reshape(-1) for array in found))
 
 
 def _kernel(
@@ -168,13 +172,13 @@ def _kernel(
     *references: Any,
     names: tuple[str, ...],
     form: RowFormat | None,
-    making: Making | None,
-    blocks: Blocks,
+    transform: RowTransform | None,
+    blocks: CacheWriteTileSizes,
     shared: int,
 ) -> None:
     """One step: see the module."""
-    count, angles = len(names), 2 if making else 0
-    tile_at, rest = Places(*references[:5]), references[5:]
+    count, angles = len(names), 2 if transform else 0
+    tile_at, rest = TileRows(*references[:5]), references[5:]
     scale, rest = rest[0], rest[1:]
     common, turns, values, rest = (
         rest[:shared],
@@ -234,7 +238,7 @@ def _kernel(
 
     for_each(True, begin)
     _make_all(
-        values, made, dict(zip(names, new, strict=True)), form, making, scale[0, 0], common, turns, _front(blocks)
+        values, made, dict(zip(names, new, strict=True)), form, transform, scale[0, 0], common, turns, _front(blocks)
     )
     for_each(True, functools.partial(finish, out=False))
     for_each(False, put)
@@ -246,7 +250,7 @@ def _make_all(
     made: Any,
     new: dict[str, Any],
     form: RowFormat | None,
-    making: Making | None,
+    transform: RowTransform | None,
     scale: Any,
     common: Any,
     turns: Any,
@@ -263,8 +267,8 @@ def _make_all(
         source = pl.ds(pl.multiple_of(number * slab, SUBLANES), slab)
         at = pl.ds(pl.multiple_of(front + number * slab, SUBLANES), slab)
         made[at, :width] = values[source, :].astype(jnp.float32)
-        if making is not None:
-            make(made, at, making, values.dtype, common, [turn[source, :] for turn in turns])
+        if transform is not None:
+            make(made, at, transform, values.dtype, common, [turn[source, :] for turn in turns])
         encode(new, at, form, made[at, :], scale)
 
     jax.lax.fori_loop(0, count // slab, one, None)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import jax
 
-from glm52_jax.kernels import form
+from glm52_jax.kernels import implementation
 from glm52_jax.kernels.experts.cpu import routed_experts_sorted
 from glm52_jax.kernels.experts.reference import routed_experts_reference
 from glm52_jax.params.quantization import Weight
 
-_FORMS = {
+_IMPLEMENTATIONS = {
     "reference": routed_experts_reference,
     "cpu": routed_experts_sorted,
     "tpu": "glm52_jax.kernels.experts.tpu:routed_experts",
@@ -40,4 +40,4 @@ def routed_experts(
     Returns:
         float32 `[tokens, embed]`; the result of a token does not depend on the other ones.
     """
-    return form(_FORMS, backend)(x, experts, gates, gate_up, down, layer)
+    return implementation(_IMPLEMENTATIONS, backend)(x, experts, gates, gate_up, down, layer)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from glm52_jax.kernels.lib.prefix import over_prefix
-from glm52_jax.kernels.lib.stacks import take
+from glm52_jax.kernels.lib.stacks import layer_of
 from glm52_jax.kernels.linear import mlp
 from glm52_jax.params.quantization import Weight
 
@@ -39,7 +39,11 @@ def routed_experts_sorted(
         expert = jnp.searchsorted(first, number, side="right") - 1
         done = (number - first[expert]) * tile
         row = starts[expert] + done
-        weights = take(gate_up, layer, expert, 0), take(gate_up, layer, expert, 1), take(down, layer, expert)
+        weights = (
+            layer_of(gate_up, layer, expert, 0),
+            layer_of(gate_up, layer, expert, 1),
+            layer_of(down, layer, expert),
+        )
         inputs = jnp.take(x, jax.lax.dynamic_slice(token_of, (row,), (tile,)), axis=0)
 
         def run_rows(rows: int, inputs: jax.Array) -> jax.Array:

@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from glm52_jax.kernels import Target
-from glm52_jax.kernels.block_matmul.product import Form, Scales, Stack, scales_of, values_of
-from glm52_jax.kernels.experts import blocks
+from glm52_jax.kernels.block_matmul.product import Scales, Stack, WeightEncoding, scales_of, values_of
+from glm52_jax.kernels.experts import tile_sizes
 from glm52_jax.kernels.experts.groups import in_use
 from glm52_jax.kernels.lib.pallas import call
 
@@ -35,8 +35,8 @@ def routed_experts_few(
     """See `api.routed_experts`; rows and their number as the units take them."""
     tokens, embed = x.shape
     count = values_of(gate_up).shape[1]
-    tile, cores, steps = blocks.few(target, gate_up)
-    up_form, down_form = Form.of(gate_up, x, tile, target), Form.of(down, x, embed, target)
+    tile, cores, steps = tile_sizes.few(target, gate_up)
+    up_form, down_form = WeightEncoding.of(gate_up, x, tile, target), WeightEncoding.of(down, x, embed, target)
     active, used = in_use(jnp.any(jnp.arange(count)[:, None, None] == experts.T, axis=(1, 2)))
 
     def at(*index: Any) -> Any:
@@ -61,7 +61,7 @@ def routed_experts_few(
         functools.partial(_kernel, up_form, down_form, scales, steps),
         name="experts_few",
         target=target,
-        cost=blocks.cost(tokens, used_experts(tokens, experts.shape[1], count), gate_up, down),
+        cost=tile_sizes.cost(tokens, used_experts(tokens, experts.shape[1], count), gate_up, down),
         out_shape=jax.ShapeDtypeStruct((cores, tokens, embed), jnp.float32),
         semantics=("parallel", "arbitrary", "arbitrary"),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -86,8 +86,8 @@ def used_experts(tokens: int, k: int, count: int) -> int:
 
 
 def _kernel(
-    up: Form,
-    down: Form,
+    up: WeightEncoding,
+    down: WeightEncoding,
     scales: tuple[Scales | None, Scales | None],
     steps: int,
     layer: Any,

@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from glm52_jax.kernels import Target
-from glm52_jax.kernels.experts import blocks
-from glm52_jax.kernels.experts.groups import Groups, group_at, groups_of, rows_of
+from glm52_jax.kernels.experts import tile_sizes
+from glm52_jax.kernels.experts.groups import ExpertGroups, group_at, groups_of, rows_of
 from glm52_jax.kernels.lib.pallas import call
 
 _ROWS = 128
@@ -54,7 +54,7 @@ def gradients(
     tokens, k = experts.shape
     count = down.shape[1]
     groups = groups_of(experts, gates, count, _ROWS)
-    room = blocks.most_tiles(tokens, k, count, _ROWS)
+    room = tile_sizes.most_tiles(tokens, k, count, _ROWS)
     tiles, expert_of = _tiles(groups, room)
     token, gate = rows_of(groups, jnp.int32(0), room, _ROWS)
     real = _real(groups, tiles, room)[:, None]
@@ -88,7 +88,7 @@ def gradients(
     )
 
 
-def _tiles(groups: Groups, room: int) -> tuple[_Tiles, jax.Array]:
+def _tiles(groups: ExpertGroups, room: int) -> tuple[_Tiles, jax.Array]:
     """The tiles, and the expert of each row."""
     number = jnp.arange(room, dtype=jnp.int32)
     last = jnp.minimum(number, jnp.maximum(groups.used[1] - 1, 0))
@@ -97,7 +97,7 @@ def _tiles(groups: Groups, room: int) -> tuple[_Tiles, jax.Array]:
     return _Tiles(expert, last - groups.tile[group], groups.used[1:]), jnp.repeat(expert, _ROWS)
 
 
-def _real(groups: Groups, tiles: _Tiles, room: int) -> jax.Array:
+def _real(groups: ExpertGroups, tiles: _Tiles, room: int) -> jax.Array:
     """Whether each row is one, bool `[rows]`."""
     counts = groups.ranks[:, -1][tiles.expert]
     rank = tiles.place[:, None] * _ROWS + jnp.arange(_ROWS)
@@ -149,7 +149,7 @@ def _times(
         kernel,
         name="experts_back" if transpose else "experts_again",
         target=target,
-        cost=blocks.plain_cost(rows.shape[0], result, width, weight.shape[1]),
+        cost=tile_sizes.plain_cost(rows.shape[0], result, width, weight.shape[1]),
         out_shape=jax.ShapeDtypeStruct((rows.shape[0], result), jnp.float32),
         semantics=("parallel", "arbitrary"),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -187,7 +187,7 @@ def _outer(target: Target, tiles: _Tiles, count: int, left: jax.Array, right: ja
         kernel,
         name="experts_outer",
         target=target,
-        cost=blocks.plain_cost(left.shape[0], left.shape[1], right.shape[1], count),
+        cost=tile_sizes.plain_cost(left.shape[0], left.shape[1], right.shape[1], count),
         out_shape=jax.ShapeDtypeStruct((count, left.shape[1], right.shape[1]), jnp.float32),
         semantics=("parallel", "parallel", "arbitrary"),
         grid_spec=pltpu.PrefetchScalarGridSpec(

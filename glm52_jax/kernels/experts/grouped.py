@@ -19,9 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from glm52_jax.kernels import Target
-from glm52_jax.kernels.block_matmul.product import Form, Scales, Stack, scales_of, values_of
-from glm52_jax.kernels.experts import blocks
-from glm52_jax.kernels.experts.groups import Groups, group_at, groups_of, rows_of
+from glm52_jax.kernels.block_matmul.product import Scales, Stack, WeightEncoding, scales_of, values_of
+from glm52_jax.kernels.experts import tile_sizes
+from glm52_jax.kernels.experts.groups import ExpertGroups, group_at, groups_of, rows_of
 from glm52_jax.kernels.lib.pallas import SUBLANES, call
 
 
@@ -38,13 +38,13 @@ def routed_experts_grouped(
     """See `api.routed_experts`; the number of tokens as the units take it."""
     tokens, k = experts.shape
     count, width = values_of(gate_up).shape[1], values_of(gate_up).shape[3]
-    sizes = blocks.grouped(target, x.dtype, gate_up, down)
-    room = blocks.most_tiles(tokens, k, count, sizes.rows)
+    sizes = tile_sizes.grouped(target, x.dtype, gate_up, down)
+    room = tile_sizes.most_tiles(tokens, k, count, sizes.rows)
     sizes = sizes.within(room)
     room = -(-room // sizes.window) * sizes.window
     groups = groups_of(experts, gates, count, sizes.rows)
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
-    forms = Form.of(gate_up, x, sizes.up, target), Form.of(down, x, sizes.down, target)
+    forms = WeightEncoding.of(gate_up, x, sizes.up, target), WeightEncoding.of(down, x, sizes.down, target)
 
     def one_window(number: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         hidden, token_of = state
@@ -68,11 +68,11 @@ def _hidden(
     gate: jax.Array,
     weight: Stack,
     hidden: jax.Array,
-    groups: Groups,
+    groups: ExpertGroups,
     number: jax.Array | int,
     layer: jax.Array,
-    forms: tuple[Form, Form],
-    sizes: blocks.Grouped,
+    forms: tuple[WeightEncoding, WeightEncoding],
+    sizes: tile_sizes.GroupedTileSizes,
     target: Target,
 ) -> jax.Array:
     """`hidden` with the values of one window's rows."""
@@ -81,7 +81,7 @@ def _hidden(
     ends = group_at(groups, jnp.stack([start, jnp.minimum(start + sizes.window, groups.used[1]) - 1]))
     # Number of the window, its first tile, tiles behind its last one, and its first group.
     window = jnp.stack([number, start, jnp.minimum(start + sizes.window, groups.used[1]), ends[0]]).astype(jnp.int32)
-    cores, steps = blocks.split(target, width // sizes.up)
+    cores, steps = tile_sizes.split(target, width // sizes.up)
 
     def at(*index: Any) -> Any:
         def of(core: Any, step: Any, slot: Any, layer: Any, window: Any, expert: Any, *_: Any) -> tuple[Any, ...]:
@@ -104,7 +104,7 @@ def _hidden(
         functools.partial(_hidden_kernel, forms, scales, sizes, steps),
         name="experts_hidden",
         target=target,
-        cost=blocks.product_cost(rows.shape[0], min(count, sizes.window), weight),
+        cost=tile_sizes.product_cost(rows.shape[0], min(count, sizes.window), weight),
         out_shape=jax.ShapeDtypeStruct(hidden.shape, hidden.dtype),
         semantics=("parallel", "arbitrary", "arbitrary"),
         aliases={5 + len(operands): 0},
@@ -122,9 +122,9 @@ def _hidden(
 
 
 def _hidden_kernel(
-    forms: tuple[Form, Form],
+    forms: tuple[WeightEncoding, WeightEncoding],
     scales: Scales | None,
-    sizes: blocks.Grouped,
+    sizes: tile_sizes.GroupedTileSizes,
     steps: int,
     layer: Any,
     window: Any,
@@ -187,16 +187,16 @@ def _outputs(
     hidden: jax.Array,
     token_of: jax.Array,
     weight: Stack,
-    groups: Groups,
+    groups: ExpertGroups,
     tokens: int,
     layer: jax.Array,
-    form: Form,
-    sizes: blocks.Grouped,
+    form: WeightEncoding,
+    sizes: tile_sizes.GroupedTileSizes,
     target: Target,
 ) -> jax.Array:
     """Float32 `[tokens, embed]`: the sum of each token's rows."""
     _, count, embed, width = values_of(weight).shape
-    cores, steps = blocks.split(target, embed // sizes.down)
+    cores, steps = tile_sizes.split(target, embed // sizes.down)
 
     def at(*index: Any) -> Any:
         def of(core: Any, step: Any, slot: Any, layer: Any, used: Any, expert: Any, *_: Any) -> tuple[Any, ...]:
@@ -219,7 +219,7 @@ def _outputs(
         name="experts_outputs",
         target=target,
         # Of one window, like the first kernel: how many there are is known when they run.
-        cost=blocks.product_cost(sizes.window * sizes.rows, min(count, sizes.window), weight),
+        cost=tile_sizes.product_cost(sizes.window * sizes.rows, min(count, sizes.window), weight),
         out_shape=jax.ShapeDtypeStruct((tokens, embed), jnp.float32),
         semantics=("parallel", "arbitrary", "arbitrary"),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -237,9 +237,9 @@ def _outputs(
 
 
 def _outputs_kernel(
-    form: Form,
+    form: WeightEncoding,
     scales: Scales | None,
-    sizes: blocks.Grouped,
+    sizes: tile_sizes.GroupedTileSizes,
     steps: int,
     layer: Any,
     used: Any,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 _LANES = 128
 
 
-class Groups(NamedTuple):
+class ExpertGroups(NamedTuple):
     """The experts that have rows, ascending, then the last one repeated.
 
     Attributes:
@@ -34,7 +34,7 @@ class Groups(NamedTuple):
     gates: jax.Array
 
 
-def groups_of(experts: jax.Array, gates: jax.Array, count: int, size: int) -> Groups:
+def groups_of(experts: jax.Array, gates: jax.Array, count: int, size: int) -> ExpertGroups:
     """The groups of assignments `[tokens, k]` to `count` experts, in tiles of `size` rows.
 
     An expert that a token chose twice has one row for it, with the sum of the gates.
@@ -50,7 +50,7 @@ def groups_of(experts: jax.Array, gates: jax.Array, count: int, size: int) -> Gr
     first = running_sum(tiles) - tiles
     used = jnp.stack([held, jnp.sum(tiles, dtype=jnp.int32)])
     rows = jnp.where(jnp.arange(count) < held, counts[expert], 0)
-    return Groups(expert, first[expert], rows, used, ranks, weight)
+    return ExpertGroups(expert, first[expert], rows, used, ranks, weight)
 
 
 def in_use(chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -69,7 +69,7 @@ def running_sum(values: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(number <= number[:, None], values, 0), axis=1, dtype=jnp.int32)
 
 
-def group_at(groups: Groups, tile: jax.Array) -> jax.Array:
+def group_at(groups: ExpertGroups, tile: jax.Array) -> jax.Array:
     """Number of the group that a tile belongs to; of the last group for tiles behind it."""
     count = groups.expert.shape[0]
     real = jnp.arange(count) < groups.used[0]
@@ -77,7 +77,7 @@ def group_at(groups: Groups, tile: jax.Array) -> jax.Array:
     return jnp.clip(before - 1, 0, count - 1)
 
 
-def rows_of(groups: Groups, start: jax.Array, number: int, size: int) -> tuple[jax.Array, jax.Array]:
+def rows_of(groups: ExpertGroups, start: jax.Array, number: int, size: int) -> tuple[jax.Array, jax.Array]:
     """Tokens int32 and gates float32 `[number * size]` of the rows of some tiles; zero where a tile has no row.
 
     A row's token is the number of tokens up to which its expert has fewer rows. They are counted, since a scatter would

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.block_matmul.product import Stack
-from glm52_jax.kernels.experts import blocks
+from glm52_jax.kernels.experts import tile_sizes
 from glm52_jax.kernels.experts.few import routed_experts_few
 from glm52_jax.kernels.experts.gradients import gradients
 from glm52_jax.kernels.experts.grouped import routed_experts_grouped
-from glm52_jax.kernels.lib.stacks import take
+from glm52_jax.kernels.lib.stacks import layer_of
 from glm52_jax.params.quantization import BlockQuantized
 
 _Residuals = tuple[jax.Array, jax.Array, jax.Array, Stack, Stack, jax.Array]
@@ -46,8 +46,8 @@ def _routed(
     layer: jax.Array,
 ) -> jax.Array:
     tokens = x.shape[0]
-    x, experts, gates = _parts(blocks.MOST_TOKENS, x, experts, gates)
-    compute = routed_experts_few if x.shape[1] <= blocks.FEW else routed_experts_grouped
+    x, experts, gates = _parts(tile_sizes.MOST_TOKENS, x, experts, gates)
+    compute = routed_experts_few if x.shape[1] <= tile_sizes.FEW else routed_experts_grouped
 
     def one(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         # Without the barrier the compiler fuses the last kernel with its place in the result, and forgets its memory.
@@ -61,7 +61,7 @@ def _parts(most: int, x: jax.Array, experts: jax.Array, gates: jax.Array, *more:
     """Tokens in equal parts of at most so many, padded to what the units take: `[parts, tokens, ...]`."""
     tokens = x.shape[0]
     parts = -(-tokens // most)
-    size = -(-tokens // (parts * blocks.TOKENS)) * blocks.TOKENS
+    size = -(-tokens // (parts * tile_sizes.TOKENS)) * tile_sizes.TOKENS
     filled = ((x, 0), (experts, -1), (gates, 0), *((array, 0) for array in more))
     return tuple(
         jnp.pad(array, ((0, parts * size - tokens), (0, 0)), constant_values=fill).reshape(parts, size, -1)
@@ -86,7 +86,7 @@ def _backward(target: Target, kept: _Residuals, cotangent: jax.Array) -> tuple[A
 
     start = jnp.zeros(plain_gate_up.shape[1:], jnp.float32), jnp.zeros(plain_down.shape[1:], jnp.float32)
     (of_gate_up, of_down), (of_x, of_gates) = jax.lax.scan(
-        add, start, _parts(blocks.MOST_BACK, x, experts, gates, cotangent)
+        add, start, _parts(tile_sizes.MOST_BACK, x, experts, gates, cotangent)
     )
     return (
         of_x.reshape(-1, x.shape[1])[:tokens],
@@ -101,7 +101,7 @@ def _backward(target: Target, kept: _Residuals, cotangent: jax.Array) -> tuple[A
 def _plain(weight: Stack, layer: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """A plain stack, and the layer's number in it."""
     if isinstance(weight, BlockQuantized):
-        weight = dataclasses.replace(take(weight, layer), view=weight.codes.shape[-2:], row_dims=1)
+        weight = dataclasses.replace(layer_of(weight, layer), logical_shape=weight.codes.shape[-2:], row_dims=1)
         return weight.dequantize(dtype)[None], jnp.zeros_like(layer)
     return weight, layer
 

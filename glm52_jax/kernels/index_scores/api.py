@@ -5,11 +5,11 @@ from __future__ import annotations
 import jax
 
 from glm52_jax.cache.row_formats import RowStack
-from glm52_jax.kernels import form
+from glm52_jax.kernels import implementation
 from glm52_jax.kernels.index_scores.cpu import index_scores_blocked
 from glm52_jax.kernels.index_scores.reference import index_scores_reference
 
-_FORMS = {
+_IMPLEMENTATIONS = {
     "reference": index_scores_reference,
     "cpu": index_scores_blocked,
     "tpu": "glm52_jax.kernels.index_scores.tpu:index_scores",
@@ -44,4 +44,4 @@ def index_scores(
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556, section 2.1).
     """
-    return form(_FORMS, backend)(queries, head_weights, keys, indexer, page_table, positions)
+    return implementation(_IMPLEMENTATIONS, backend)(queries, head_weights, keys, indexer, page_table, positions)

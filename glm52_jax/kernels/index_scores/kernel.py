@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from glm52_jax.kernels.index_scores.blocks import Blocks
 from glm52_jax.kernels.index_scores.score_block import padded_heads, score_block
+from glm52_jax.kernels.index_scores.tile_sizes import IndexScoresTileSizes
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class ScoresCall:
     """What the kernel is made for.
 
     Attributes:
@@ -26,7 +26,7 @@ class Shape:
         dtype: that queries and keys are multiplied in.
     """
 
-    blocks: Blocks
+    blocks: IndexScoresTileSizes
     batch: int
     tiles: int
     heads: int
@@ -46,7 +46,7 @@ class Shape:
         return -(-self.capacity // (self.blocks.block * self.blocks.cores))
 
 
-def kernel(table, newest, newest_of_group, q, w, positions, *refs, shape: Shape, parts: int):  # noqa: ANN001, ANN002, ANN201
+def kernel(table, newest, newest_of_group, q, w, positions, *refs, shape: ScoresCall, parts: int):  # noqa: ANN001, ANN002, ANN201
     """One block of context for one tile of tokens.
 
     A block, and each chunk of it, is read if it has a position that the tile's newest token sees. Which block comes
@@ -123,7 +123,7 @@ def kernel(table, newest, newest_of_group, q, w, positions, *refs, shape: Shape,
 class _Stream:
     """The copies of pages into one half of the buffers or the other."""
 
-    shape: Shape
+    shape: ScoresCall
     table: Any
     stacks: Any
     buffers: Any
@@ -154,7 +154,7 @@ class _Stream:
 class _Tile:
     """The tokens of a row, and where their scores go."""
 
-    shape: Shape
+    shape: ScoresCall
     row: Any
     newest: Any
     q: Any

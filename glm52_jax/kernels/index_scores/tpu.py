@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from glm52_jax.cache.row_formats import GroupRows, PackedRows, PlainRows, RowStack, parts_of
+from glm52_jax.cache.row_formats import GroupScaledFormat, PackedStack, RowStack, UnquantizedFormat, parts_of
 from glm52_jax.kernels import Target
-from glm52_jax.kernels.index_scores.blocks import Blocks, choose, cost
-from glm52_jax.kernels.index_scores.kernel import Shape, kernel
+from glm52_jax.kernels.index_scores.kernel import ScoresCall, kernel
 from glm52_jax.kernels.index_scores.score_block import padded_heads, query_rows, weight_rows
+from glm52_jax.kernels.index_scores.tile_sizes import IndexScoresTileSizes, choose, cost
 from glm52_jax.kernels.lib.pallas import LANES, call
 
 _TABLE_ENTRIES = 1 << 17
@@ -35,7 +35,7 @@ def index_scores(
     positions: jax.Array,
     *,
     target: Target,
-    blocks: Blocks | None = None,
+    blocks: IndexScoresTileSizes | None = None,
 ) -> jax.Array:
     """See `api.index_scores`.
 
@@ -55,8 +55,8 @@ def index_scores(
 
 def operand_type(keys: RowStack) -> Any:
     """What queries and keys are multiplied in: the type of plain keys, or that of the values beside codes."""
-    if isinstance(keys, PackedRows):
-        assert isinstance(keys.format, PlainRows | GroupRows)
+    if isinstance(keys, PackedStack):
+        assert isinstance(keys.format, UnquantizedFormat | GroupScaledFormat)
         return jnp.dtype(keys.format.dtype)
     return jnp.dtype(keys.dtype)
 
@@ -85,7 +85,7 @@ def _scores(
     keys: RowStack,
     indexer: jax.Array | int,
     target: Target,
-    blocks: Blocks | None,
+    blocks: IndexScoresTileSizes | None,
 ) -> jax.Array:
     batch, tokens, heads, dim = queries.shape
     parts, dtype = key_parts(keys), operand_type(keys)
@@ -114,7 +114,7 @@ def _scores(
         key_bytes=sum(part.shape[3] * part.dtype.itemsize for part in parts),
         query_bytes=dtype.itemsize,
     )
-    out = _call(Shape(blocks, batch, tiles, heads, capacity, page_size, whole, dtype), parts, target, estimate)(
+    out = _call(ScoresCall(blocks, batch, tiles, heads, capacity, page_size, whole, dtype), parts, target, estimate)(
         table.reshape(-1),
         jnp.max(newest.reshape(-1, blocks.groups), axis=1),
         newest,
@@ -127,7 +127,7 @@ def _scores(
     return out.reshape(batch, tiles * blocks.tokens, capacity)[:, :tokens]
 
 
-def _call(shape: Shape, parts: tuple[jax.Array, ...], target: Target, estimate: pl.CostEstimate) -> Any:
+def _call(shape: ScoresCall, parts: tuple[jax.Array, ...], target: Target, estimate: pl.CostEstimate) -> Any:
     blocks = shape.blocks
     rows = padded_heads(shape.heads) * blocks.tokens
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 
 from glm52_jax.cache.row_formats import RowStack
-from glm52_jax.kernels import form
+from glm52_jax.kernels import implementation
 from glm52_jax.kernels.index_topk.reference import index_topk_separate
 
-_FORMS = {"reference": index_topk_separate, "tpu": "glm52_jax.kernels.index_topk.tpu:index_topk"}
+_IMPLEMENTATIONS = {"reference": index_topk_separate, "tpu": "glm52_jax.kernels.index_topk.tpu:index_topk"}
 
 
 def index_topk(
@@ -33,5 +33,5 @@ def index_topk(
         int32 `[batch, tokens, k]`, -1 where fewer than `k` can be chosen; float32 of the same shape: their scores,
         minus infinity there. The order is as that of `topk`.
     """
-    find = form(_FORMS, backend)
+    find = implementation(_IMPLEMENTATIONS, backend)
     return find(queries, head_weights, keys, indexer, page_table, positions, k, backend=backend)

@@ -11,21 +11,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from glm52_jax.kernels.index_scores.score_block import score_block
-from glm52_jax.kernels.index_topk.blocks import Blocks
+from glm52_jax.kernels.index_topk.tile_sizes import IndexTopkTileSizes
 from glm52_jax.kernels.lib.pallas import LANES, SUBLANES
-from glm52_jax.kernels.lib.sortable_bits import NONE, image_of
-from glm52_jax.kernels.topk import compact, threshold
+from glm52_jax.kernels.lib.sortable_bits import NOT_CANDIDATE, sortable_bits
+from glm52_jax.kernels.topk import compaction, threshold_search
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class IndexTopkCall:
     """What the kernel is made for.
 
     Attributes:
         batch: sequences, as many for each core.
     """
 
-    blocks: Blocks
+    blocks: IndexTopkTileSizes
     batch: int
     tokens: int
     heads: int
@@ -51,7 +51,7 @@ class Shape:
         return turn * self.blocks.cores + core
 
 
-def kernel(table, newest, q, w, seen, *refs, shape: Shape, parts: int):  # noqa: ANN001, ANN002, ANN201
+def kernel(table, newest, q, w, seen, *refs, shape: IndexTopkCall, parts: int):  # noqa: ANN001, ANN002, ANN201
     """One block of one sequence.
 
     Args:
@@ -63,7 +63,7 @@ def kernel(table, newest, q, w, seen, *refs, shape: Shape, parts: int):  # noqa:
         parts: arrays that a key is stored in.
     """
     stacks, (indices, values), buffers = refs[:parts], refs[parts : parts + 2], refs[parts + 2 : 2 * parts + 2]
-    arrived, half_ref, scores, image, kept, edge, *scratch = refs[2 * parts + 2 :]
+    arrived, half_ref, scores, sortable, kept, threshold, *scratch = refs[2 * parts + 2 :]
     blocks, sizes = shape.blocks, shape.blocks.selection
     core, turn, step = (pl.program_id(axis) for axis in range(3))
     sequence = shape.sequence(core, turn)
@@ -126,41 +126,45 @@ def kernel(table, newest, q, w, seen, *refs, shape: Shape, parts: int):  # noqa:
 
         jax.lax.fori_loop(0, blocks.parts, part, None)
         half_ref[0] = 1 - half
-        of_register = threshold.position_in_register(sizes)
+        of_register = threshold_search.position_in_register(sizes)
         may_see = seen[0]
 
         def load(index: jax.Array) -> jax.Array:
             position = of_register + (step * sizes.chunk_registers + index) * (SUBLANES // sizes.rows * LANES)
-            return jnp.where(position <= may_see, image_of(scores[threshold.register(index), :]), NONE)
+            return jnp.where(
+                position <= may_see, sortable_bits(scores[threshold_search.register(index), :]), NOT_CANDIDATE
+            )
 
-        threshold.absorb(sizes, load, step, image, kept)
+        threshold_search.absorb(sizes, load, step, sortable, kept)
 
         @pl.when(~stays)
         def _() -> None:
-            _select(shape, step + 1, image, kept, edge, indices, values, scratch)
+            _select(shape, step + 1, sortable, kept, threshold, indices, values, scratch)
 
     @pl.when((step == 0) & (last < 0))
     def _nothing() -> None:
-        compact.write_nothing(indices, values)
+        compaction.write_nothing(indices, values)
 
 
-def _select(shape: Shape, used: Any, image: Any, kept: Any, edge: Any, indices: Any, values: Any, scratch: Any) -> None:
+def _select(
+    shape: IndexTopkCall, used: Any, sortable: Any, kept: Any, threshold: Any, indices: Any, values: Any, scratch: Any
+) -> None:
     """The lists of the sequence."""
     sizes = shape.blocks.selection
-    first = threshold.position_in_register(sizes)
-    threshold.find_edge(
+    first = threshold_search.position_in_register(sizes)
+    threshold_search.find_threshold(
         sizes,
-        image,
+        sortable,
         kept,
-        edge,
+        threshold,
         used,
         position_of=lambda i: first + i * (SUBLANES // sizes.rows * LANES),
         position_bits=(sizes.positions - 1).bit_length(),
     )
-    compact.write_lists(sizes, image, edge, used, indices.at[0], values.at[0], scratch, shape.tokens)
+    compaction.write_lists(sizes, sortable, threshold, used, indices.at[0], values.at[0], scratch, shape.tokens)
 
 
-def _lay_out(shape: Shape, scores: Any, found: jax.Array, part: jax.Array) -> None:
+def _lay_out(shape: IndexTopkCall, scores: Any, found: jax.Array, part: jax.Array) -> None:
     """Puts scores `[tokens, keys]` where the selection has them: runs of 128, of all rows one after the other."""
     rows, size = shape.blocks.selection.rows, shape.blocks.keys
     first = part * (size // LANES * rows)
@@ -173,7 +177,7 @@ def _lay_out(shape: Shape, scores: Any, found: jax.Array, part: jax.Array) -> No
 class _Stream:
     """The copies of pages into one half of the buffers or the other."""
 
-    shape: Shape
+    shape: IndexTopkCall
     table: Any
     stacks: Any
     buffers: Any
@@ -193,7 +197,7 @@ class _Stream:
 
         pages = range(start // size, (start + (keys or blocks.keys)) // size)
         if len(pages) > blocks.selection.unroll:
-            threshold.unrolled(len(pages), lambda i, _: copy(pages[0] + i, None), None, blocks.selection.unroll)
+            threshold_search.unrolled(len(pages), lambda i, _: copy(pages[0] + i, None), None, blocks.selection.unroll)
         else:
             for number in pages:
                 copy(number, None)

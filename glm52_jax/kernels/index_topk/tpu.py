@@ -18,11 +18,11 @@ from glm52_jax.cache.row_formats import RowStack
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.index_scores.score_block import padded_heads, query_rows, weight_rows
 from glm52_jax.kernels.index_scores.tpu import key_parts, operand_type
-from glm52_jax.kernels.index_topk.blocks import Blocks, choose, cost
-from glm52_jax.kernels.index_topk.kernel import Shape, kernel
+from glm52_jax.kernels.index_topk.kernel import IndexTopkCall, kernel
 from glm52_jax.kernels.index_topk.reference import index_topk_separate
+from glm52_jax.kernels.index_topk.tile_sizes import IndexTopkTileSizes, choose, cost
 from glm52_jax.kernels.lib.pallas import LANES, SUBLANES, call
-from glm52_jax.kernels.topk import compact
+from glm52_jax.kernels.topk import compaction
 
 _TABLE_ENTRIES = 1 << 17
 """Page numbers that are in scalar memory at a time, half of it."""
@@ -39,7 +39,7 @@ def index_topk(
     *,
     backend: str,
     target: Target,
-    blocks: Blocks | None = None,
+    blocks: IndexTopkTileSizes | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.index_topk`. The scores are computed as in `index_scores`."""
     batch, tokens = positions.shape
@@ -75,7 +75,7 @@ def _fused(
     indexer: jax.Array | int,
     k: int,
     target: Target,
-    blocks: Blocks,
+    blocks: IndexTopkTileSizes,
 ) -> tuple[jax.Array, jax.Array]:
     batch, tokens, heads, dim = queries.shape
     short = -batch % blocks.cores
@@ -88,7 +88,7 @@ def _fused(
     parts = key_parts(keys)
     layer_pages, page_size, width = parts[0].shape[1:]
     capacity = page_table.shape[1] * page_size
-    shape = Shape(blocks, batch, tokens, heads, page_size)
+    shape = IndexTopkCall(blocks, batch, tokens, heads, page_size)
     # Pages of the whole stack, which a kernel can address with less arithmetic than pages of a layer.
     table = jnp.asarray(indexer, jnp.int32) * layer_pages + jnp.clip(page_table, 0, layer_pages - 1)
     table = jnp.pad(table, ((0, 0), (0, shape.pages - page_table.shape[1])))
@@ -119,7 +119,7 @@ def _fused(
     return indices, values
 
 
-def _call(shape: Shape, parts: tuple[jax.Array, ...], target: Target, estimate: pl.CostEstimate) -> Any:
+def _call(shape: IndexTopkCall, parts: tuple[jax.Array, ...], target: Target, estimate: pl.CostEstimate) -> Any:
     blocks, sizes = shape.blocks, shape.blocks.selection
     high = padded_heads(shape.heads) * shape.tokens
 
@@ -153,7 +153,7 @@ def _call(shape: Shape, parts: tuple[jax.Array, ...], target: Target, estimate: 
                 pltpu.SMEM((1,), jnp.int32),
                 pltpu.VMEM((sizes.chunk_registers * SUBLANES, LANES), jnp.float32),
                 *[pltpu.VMEM(dims, jnp.int32) for dims in (registers, kept, (SUBLANES, LANES))],
-                *compact.scratch(sizes),
+                *compaction.scratch(sizes),
             ],
         ),
     )

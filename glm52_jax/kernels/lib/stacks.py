@@ -7,18 +7,18 @@ from typing import Any, TypeVar
 import jax
 
 from glm52_jax.kernels import Target
-from glm52_jax.params.quantization import BlockQuantized, InStack
+from glm52_jax.params.quantization import BlockQuantized, StackedWeight
 
 Tree = TypeVar("Tree")
 
 
-def take(stack: Tree, *index: Any, backend: str = "reference") -> Tree:
+def layer_of(stack: Tree, *index: Any, backend: str = "reference") -> Tree:
     """One layer (or the gate of one expert of one layer) of every array in `stack`; an index may be traced.
 
     All indices are taken in one slice: XLA does not join a slice of a slice, and would copy the larger one too.
 
     Args:
-        backend: where it has a kernel for weights in codes, those stay in their stack, see `quant.InStack`.
+        backend: where it has a kernel for weights in codes, those stay in their stack, see `quant.StackedWeight`.
     """
 
     def one(array: jax.Array) -> jax.Array:
@@ -28,7 +28,7 @@ def take(stack: Tree, *index: Any, backend: str = "reference") -> Tree:
 
     def matrix(leaf: Any) -> Any:
         if isinstance(leaf, BlockQuantized) and Target.of(backend) is not None:
-            return InStack.of(leaf, index, backend)
+            return StackedWeight.of(leaf, index, backend)
         return jax.tree.map(one, leaf)
 
     return jax.tree.map(matrix, stack, is_leaf=lambda leaf: isinstance(leaf, BlockQuantized))

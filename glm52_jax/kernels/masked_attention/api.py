@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import jax
 
-from glm52_jax.kernels import form
+from glm52_jax.kernels import implementation
 from glm52_jax.kernels.masked_attention.cpu import masked_attention_blocked
 from glm52_jax.kernels.masked_attention.reference import masked_attention_reference
 
-_FORMS = {
+_IMPLEMENTATIONS = {
     "reference": masked_attention_reference,
     "cpu": masked_attention_blocked,
     "tpu": "glm52_jax.kernels.masked_attention.tpu:masked_attention_tpu",
@@ -39,4 +39,4 @@ def masked_attention(
     Returns:
         `[batch, tokens, heads, value_dim]` in the dtype of `queries`; zeros where a query attends to nothing.
     """
-    return form(_FORMS, backend)(queries, keys, values, positions, mask, scale)
+    return implementation(_IMPLEMENTATIONS, backend)(queries, keys, values, positions, mask, scale)

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from glm52_jax.kernels.lib.pallas import LANES
-from glm52_jax.kernels.masked_attention.blocks import Blocks
+from glm52_jax.kernels.masked_attention.tile_sizes import MaskedAttentionTileSizes
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class TileGrid:
     """Shapes: tiles of queries, blocks of keys, and the widths of a head, padded to whole lanes."""
 
     batch: int
@@ -23,7 +23,7 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunk:
+class AttentionTile:
     """The operands.
 
     Attributes:
@@ -31,20 +31,22 @@ class Chunk:
         mask: int8 `[batch, tokens, positions]`, zeros in what was padded.
     """
 
-    plan: Plan
-    sizes: Blocks
+    plan: TileGrid
+    sizes: MaskedAttentionTileSizes
     queries: jax.Array
     keys: jax.Array
     values: jax.Array
     mask: jax.Array
 
     @classmethod
-    def of(cls, queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array, sizes: Blocks) -> Chunk:
+    def of(
+        cls, queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array, sizes: MaskedAttentionTileSizes
+    ) -> AttentionTile:
         q, k, v = flat(queries, sizes.queries), flat(keys, sizes.keys), flat(values, sizes.keys)
         seen = mask.astype(jnp.int8)
         seen = jnp.pad(seen, ((0, 0), (0, q.shape[1] - mask.shape[1]), (0, k.shape[1] - mask.shape[2])))
         heads = queries.shape[2]
-        plan = Plan(
+        plan = TileGrid(
             batch=q.shape[0],
             tiles=q.shape[1] // sizes.queries,
             blocks=k.shape[1] // sizes.keys,

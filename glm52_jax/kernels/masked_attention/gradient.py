@@ -17,9 +17,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.lib.pallas import call
-from glm52_jax.kernels.masked_attention import blocks as sizes
-from glm52_jax.kernels.masked_attention.blocks import Blocks
-from glm52_jax.kernels.masked_attention.chunk import Chunk, bias_of, flat, product
+from glm52_jax.kernels.masked_attention import tile_sizes as sizes
+from glm52_jax.kernels.masked_attention.chunk import AttentionTile, bias_of, flat, product
+from glm52_jax.kernels.masked_attention.tile_sizes import MaskedAttentionTileSizes
 from glm52_jax.kernels.sparse_mla.dense_kernel import LOG2_E
 
 
@@ -34,7 +34,7 @@ def gradient(
     d_out: jax.Array,
     *,
     target: Target,
-    blocks: Blocks | None = None,
+    blocks: MaskedAttentionTileSizes | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Cotangents of queries, keys and values.
 
@@ -46,7 +46,7 @@ def gradient(
     blocks = blocks or sizes.choose(target, tokens, keys.shape[1], heads, backward=True)
     # A query that attends to nothing has no part in any gradient, and may hold anything.
     attends = jnp.any(mask, axis=-1)[..., None, None]
-    chunk = Chunk.of(jnp.where(attends, queries, 0), keys, values, mask, blocks)
+    chunk = AttentionTile.of(jnp.where(attends, queries, 0), keys, values, mask, blocks)
     # The gradient of a score is its weight times what its product differs from this.
     mean = jnp.einsum("bthv,bthv->bht", d_out.astype(jnp.float32), out.astype(jnp.float32))
     rows = [jnp.where(jnp.isfinite(lse), lse, 0.0) * LOG2_E, mean]
@@ -65,7 +65,7 @@ def gradient(
 class _Backward:
     """The two kernels, with what they share."""
 
-    chunk: Chunk
+    chunk: AttentionTile
     target: Target
     heads: int
     scale: float
@@ -157,13 +157,13 @@ class _Backward:
             jnp.swapaxes(chunk.mask, 1, 2), *rows,
         )  # fmt: skip
 
-    def _form(self, outer: int, inner: int) -> _Form:
+    def _form(self, outer: int, inner: int) -> _BackwardTile:
         plan = self.chunk.plan
-        return _Form(self.chunk.sizes.heads, outer, inner, plan.width, plan.value_width, self.scale)
+        return _BackwardTile(self.chunk.sizes.heads, outer, inner, plan.width, plan.value_width, self.scale)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Form:
+class _BackwardTile:
     """What is static in a kernel: heads of a block, sizes of the last two dimensions of the grid, widths of a head."""
 
     heads: int
@@ -181,7 +181,7 @@ class _Form:
         return pl.program_id(3) < counts[pl.program_id(0) * self.outer + pl.program_id(2)]
 
 
-def _query_kernel(form: _Form, _: Any, counts: Any, q: Any, k: Any, v: Any, d: Any, *refs: Any) -> None:
+def _query_kernel(form: _BackwardTile, _: Any, counts: Any, q: Any, k: Any, v: Any, d: Any, *refs: Any) -> None:
     mask, lse, mean, d_q = refs
 
     @pl.when(pl.program_id(3) == 0)
@@ -200,7 +200,7 @@ def _query_kernel(form: _Form, _: Any, counts: Any, q: Any, k: Any, v: Any, d: A
             d_q[:, own] += product(d_scores.astype(k.dtype), k[:, own], 1, 0)
 
 
-def _key_kernel(form: _Form, _: Any, counts: Any, q: Any, k: Any, v: Any, d: Any, *refs: Any) -> None:
+def _key_kernel(form: _BackwardTile, _: Any, counts: Any, q: Any, k: Any, v: Any, d: Any, *refs: Any) -> None:
     mask, lse, mean, d_k, d_v = refs
 
     @pl.when(pl.program_id(3) == 0)

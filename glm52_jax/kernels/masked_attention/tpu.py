@@ -16,10 +16,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.lib.pallas import LANES, call
-from glm52_jax.kernels.masked_attention import blocks as sizes
-from glm52_jax.kernels.masked_attention.blocks import Blocks
-from glm52_jax.kernels.masked_attention.chunk import Chunk, bias_of, product
+from glm52_jax.kernels.masked_attention import tile_sizes as sizes
+from glm52_jax.kernels.masked_attention.chunk import AttentionTile, bias_of, product
 from glm52_jax.kernels.masked_attention.gradient import gradient
+from glm52_jax.kernels.masked_attention.tile_sizes import MaskedAttentionTileSizes
 from glm52_jax.kernels.sparse_mla.dense_kernel import LOG2_E, LOWEST, cuts, mix, spread, sum_to_lanes
 
 
@@ -41,10 +41,10 @@ def masked_attention_tpu(
 
     @jax.custom_vjp
     def run(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
-        return attend(q, k, v, seen, scale, target=target)[0]
+        return masked_attention_forward(q, k, v, seen, scale, target=target)[0]
 
     def forward(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> tuple[jax.Array, Any]:
-        out, lse = attend(q, k, v, seen, scale, target=target, with_lse=True)
+        out, lse = masked_attention_forward(q, k, v, seen, scale, target=target, with_lse=True)
         return out, (q, k, v, seen, out, lse)
 
     def backward(kept: Any, d_out: jax.Array) -> tuple[Any, ...]:
@@ -55,7 +55,7 @@ def masked_attention_tpu(
     return run(queries, keys, values, mask)
 
 
-def attend(
+def masked_attention_forward(
     queries: jax.Array,
     keys: jax.Array,
     values: jax.Array,
@@ -64,12 +64,12 @@ def attend(
     *,
     target: Target,
     with_lse: bool = False,
-    blocks: Blocks | None = None,
+    blocks: MaskedAttentionTileSizes | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """The output, and where it is asked for the log-sum-exp, float32 `[batch, heads, tokens]`."""
     tokens, heads = queries.shape[1:3]
     blocks = blocks or sizes.choose(target, tokens, keys.shape[1], heads)
-    chunk = Chunk.of(queries, keys, values, mask, blocks)
+    chunk = AttentionTile.of(queries, keys, values, mask, blocks)
     plan = chunk.plan
     listed, counts = chunk.live()
     group, wide = blocks.heads, plan.width
@@ -122,7 +122,7 @@ def attend(
 class _Forward:
     """What is static in the kernel: sizes, how many blocks and tiles there are, widths of a head."""
 
-    blocks: Blocks
+    blocks: MaskedAttentionTileSizes
     count: int
     tiles: int
     width: int
@@ -147,7 +147,7 @@ def _kernel(form: _Forward, listed: Any, counts: Any, q: Any, k: Any, v: Any, ma
     def _block() -> None:
         bias[...] = bias_of(mask[...])
         parts = [
-            _Part(form, head, (start, stop), q, k, v, bias, total_out, top, total)
+            _OnlineSoftmax(form, head, (start, stop), q, k, v, bias, total_out, top, total)
             for head in range(form.blocks.heads)
             for start, stop in cuts(form.blocks.queries, form.blocks.rows)
         ]
@@ -169,7 +169,7 @@ def _kernel(form: _Forward, listed: Any, counts: Any, q: Any, k: Any, v: Any, ma
                 lse[head] = jnp.where(some, (top[head][:, :1] + jnp.log2(safe)) / LOG2_E, -jnp.inf)
 
 
-class _Part:
+class _OnlineSoftmax:
     """Some queries of a head, on their way through a block; cut into steps as those of `dense_kernel`."""
 
     def __init__(self, form: _Forward, head: int, rows: tuple[int, int], *refs: Any) -> None:

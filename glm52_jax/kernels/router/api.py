@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import jax
 
-from glm52_jax.kernels import form
+from glm52_jax.kernels import implementation
 from glm52_jax.kernels.router.reference import choose_experts_reference
-from glm52_jax.kernels.router.rule import Rule
+from glm52_jax.kernels.router.rule import RoutingRule
 
-_FORMS = {"reference": choose_experts_reference, "tpu": "glm52_jax.kernels.router.tpu:choose_experts_tiled"}
+_IMPLEMENTATIONS = {"reference": choose_experts_reference, "tpu": "glm52_jax.kernels.router.tpu:choose_experts_tiled"}
 
 
 def choose_experts(
-    logits: jax.Array, bias: jax.Array, real: jax.Array, rule: Rule, *, backend: str
+    logits: jax.Array, bias: jax.Array, real: jax.Array, rule: RoutingRule, *, backend: str
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The best experts by `sigmoid(logits) + bias`, ties to the lower number, and `sigmoid(logits)` as their gates.
 
@@ -30,4 +30,4 @@ def choose_experts(
         gates: float32 of the same shape, zero for padding and NaN.
         counts: int32 `[experts]`, how many tokens chose each.
     """
-    return form(_FORMS, backend)(logits, bias, real, rule)
+    return implementation(_IMPLEMENTATIONS, backend)(logits, bias, real, rule)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from glm52_jax.kernels.router.rule import Rule
+from glm52_jax.kernels.router.rule import RoutingRule
 
 
 def choose_experts_reference(
-    logits: jax.Array, bias: jax.Array, real: jax.Array, rule: Rule
+    logits: jax.Array, bias: jax.Array, real: jax.Array, rule: RoutingRule
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `api.choose_experts`."""
     scores = jax.nn.sigmoid(logits)
@@ -24,7 +24,7 @@ def choose_experts_reference(
     return experts, jnp.where(real[:, None], gates * rule.scale, 0.0), counts
 
 
-def _within_best_groups(ranked: jax.Array, rule: Rule) -> jax.Array:
+def _within_best_groups(ranked: jax.Array, rule: RoutingRule) -> jax.Array:
     """Minus infinity outside of the best groups."""
     if rule.kept_groups == rule.groups:
         return ranked

@@ -6,7 +6,7 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class RoutingRule:
     """How experts are chosen.
 
     Attributes:

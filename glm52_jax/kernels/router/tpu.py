@@ -14,17 +14,17 @@ from jax.experimental import pallas as pl
 
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.lib.pallas import call
-from glm52_jax.kernels.router import blocks
-from glm52_jax.kernels.router.rule import Rule
+from glm52_jax.kernels.router import tile_sizes
+from glm52_jax.kernels.router.rule import RoutingRule
 
 
 def choose_experts_tiled(
-    logits: jax.Array, bias: jax.Array, real: jax.Array, rule: Rule, *, target: Target
+    logits: jax.Array, bias: jax.Array, real: jax.Array, rule: RoutingRule, *, target: Target
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `api.choose_experts`."""
     tokens, count = logits.shape
-    cores, steps = blocks.split(target, tokens)
-    size = blocks.TOKENS
+    cores, steps = tile_sizes.split(target, tokens)
+    size = tile_sizes.TOKENS
     short = cores * steps * size - tokens
 
     def across(rows: int) -> pl.BlockSpec:
@@ -34,7 +34,7 @@ def choose_experts_tiled(
         functools.partial(_kernel, rule),
         name="choose_experts",
         target=target,
-        cost=blocks.cost(tokens, count, rule.k),
+        cost=tile_sizes.cost(tokens, count, rule.k),
         out_shape=(
             jax.ShapeDtypeStruct((rule.k, tokens + short), jnp.int32),
             jax.ShapeDtypeStruct((rule.k, tokens + short), jnp.float32),
@@ -56,7 +56,7 @@ def choose_experts_tiled(
     return experts.T[:tokens], gates.T[:tokens], jnp.sum(counts, axis=(0, 2))
 
 
-def _kernel(rule: Rule, logits: Any, bias: Any, real: Any, experts: Any, gates: Any, counts: Any) -> None:
+def _kernel(rule: RoutingRule, logits: Any, bias: Any, real: Any, experts: Any, gates: Any, counts: Any) -> None:
     @pl.when(pl.program_id(1) == 0)
     def _start() -> None:
         counts[...] = jnp.zeros(counts.shape, counts.dtype)
@@ -87,7 +87,7 @@ def _best(ranked: jax.Array, free: jax.Array) -> tuple[jax.Array, jax.Array]:
     return row == number, number
 
 
-def _within_best_groups(ranked: jax.Array, rule: Rule) -> jax.Array:
+def _within_best_groups(ranked: jax.Array, rule: RoutingRule) -> jax.Array:
     """Minus infinity outside of the best groups, by the sum of their best two."""
     if rule.kept_groups == rule.groups:
         return ranked

@@ -5,11 +5,11 @@ from __future__ import annotations
 import jax
 
 from glm52_jax.cache.row_formats import RowStack
-from glm52_jax.kernels import Target, form
+from glm52_jax.kernels import Target, implementation
 from glm52_jax.kernels.lib.selection import Selection
 from glm52_jax.kernels.sparse_mla.reference import sparse_mla_reference
 
-_FORMS = {"reference": sparse_mla_reference, "tpu": "glm52_jax.kernels.sparse_mla.tpu:sparse_mla"}
+_IMPLEMENTATIONS = {"reference": sparse_mla_reference, "tpu": "glm52_jax.kernels.sparse_mla.tpu:sparse_mla"}
 
 
 def sparse_mla(
@@ -45,6 +45,6 @@ def sparse_mla(
         out: `[batch, tokens, heads, kv_lora_rank]` in the dtype of `queries`; zeros where nothing is selected.
         lse: float32 `[batch, tokens, heads]`, log of the sum of exponentials, minus infinity where nothing is selected.
     """
-    attend = form(_FORMS, backend)
+    attend = implementation(_IMPLEMENTATIONS, backend)
     hint = {} if Target.of(backend) is None else {"expected": expected}
     return attend(queries, latent, layer, page_table, positions, selection, scale, kv_lora_rank, **hint)

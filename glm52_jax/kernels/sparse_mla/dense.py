@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from glm52_jax.cache.row_formats import PackedRows, RowStack, TensorRows, parts_of
+from glm52_jax.cache.row_formats import PackedStack, RowStack, TensorScaledFormat, parts_of
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.lib.pallas import LANES, call
-from glm52_jax.kernels.sparse_mla import dense_blocks
-from glm52_jax.kernels.sparse_mla.dense_blocks import DenseBlocks
+from glm52_jax.kernels.sparse_mla import dense_tile_sizes
 from glm52_jax.kernels.sparse_mla.dense_gradient import dense_gradient
 from glm52_jax.kernels.sparse_mla.dense_kernel import kernel
-from glm52_jax.kernels.sparse_mla.dense_plan import WORD, Plan, Rows
+from glm52_jax.kernels.sparse_mla.dense_plan import WORD, DenseCall, DenseRowLayout
+from glm52_jax.kernels.sparse_mla.dense_tile_sizes import DenseTileSizes
 
 _TABLE_ENTRIES = 1 << 17  # of the page table that the scalar memory has room for
 
@@ -49,7 +49,7 @@ def dense_mla(
     @jax.custom_vjp
     def run(q: jax.Array, rows: RowStack, *where: jax.Array) -> tuple[jax.Array, jax.Array]:
         number, table, last, seen = where
-        return attend(q, rows, number, table, last, seen, scale, kv_lora_rank, target=target)
+        return dense_forward(q, rows, number, table, last, seen, scale, kv_lora_rank, target=target)
 
     def forward(q: jax.Array, rows: RowStack, *where: jax.Array) -> tuple[tuple[jax.Array, jax.Array], Any]:
         results = run(q, rows, *where)
@@ -64,7 +64,7 @@ def dense_mla(
     return run(queries, latent, jnp.asarray(layer, jnp.int32), page_table, positions, mask)
 
 
-def attend(
+def dense_forward(
     queries: jax.Array,
     latent: RowStack,
     layer: jax.Array | int,
@@ -75,13 +75,13 @@ def attend(
     kv_lora_rank: int,
     *,
     target: Target,
-    blocks: DenseBlocks | None = None,
+    blocks: DenseTileSizes | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The kernel itself; see `dense_mla`."""
     if page_table.size > _TABLE_ENTRIES and page_table.shape[0] > 1:
         half = page_table.shape[0] // 2
         halves = [
-            attend(
+            dense_forward(
                 *(queries[part], latent, layer, page_table[part], positions[part], mask[part], scale, kv_lora_rank),
                 target=target,
                 blocks=blocks,
@@ -90,15 +90,15 @@ def attend(
         ]
         return jax.tree.map(lambda *both: jnp.concatenate(both), *halves)
     batch, tokens, heads, width = queries.shape
-    rows = Rows.of(latent, width, kv_lora_rank)
+    rows = DenseRowLayout.of(latent, width, kv_lora_rank)
     parts = [parts_of(latent)[name] for name in rows.names]
     page, table = parts[0].shape[2], page_table.shape[1]
-    blocks = blocks or dense_blocks.choose(target, tokens, heads, batch, page * table)
+    blocks = blocks or dense_tile_sizes.choose(target, tokens, heads, batch, page * table)
     tile = min(blocks.queries, tokens)
-    pages = dense_blocks.pages_of(target, blocks, table, page)
+    pages = dense_tile_sizes.pages_of(target, blocks, table, page)
     tiles = -(-tokens // tile)
     items, cores = batch * tiles, target.chip.cores_per_device
-    plan = Plan(
+    plan = DenseCall(
         rows=rows,
         items=items,
         tiles=tiles,
@@ -128,7 +128,7 @@ def attend(
     )
     padded = jnp.pad(queries, ((0, 0), (0, tiles * tile - tokens), (0, 0), (0, 0)))
     row_bytes = sum(part.shape[-1] * part.dtype.itemsize for part in parts)
-    estimate = dense_blocks.cost(
+    estimate = dense_tile_sizes.cost(
         batch, tokens, heads, mask.shape[2], width, kv_lora_rank, row_bytes, queries.dtype.itemsize
     )
     out, lse = _call(plan, target, estimate, scale, len(parts), [(p.shape[-1], p.dtype) for p in parts])(
@@ -142,12 +142,12 @@ def attend(
 
 def _layer_scale(latent: RowStack, layer: jax.Array | int) -> jax.Array:
     """float32 `[1]`, what the whole layer's codes are multiplied by."""
-    if isinstance(latent, PackedRows) and isinstance(latent.format, TensorRows):
+    if isinstance(latent, PackedStack) and isinstance(latent.format, TensorScaledFormat):
         return jnp.asarray(latent.format.scales, jnp.float32)[layer].reshape(1)
     return jnp.ones(1, jnp.float32)
 
 
-def _tables(plan: Plan, mask: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _tables(plan: DenseCall, mask: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The mask by tile, int8 `[items, queries, positions]`, and which blocks are live, a bit each, int32."""
     tokens, positions = mask.shape[1:]
     room = plan.blocks * plan.keys
@@ -171,7 +171,7 @@ def _join(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     return share, jnp.where(total > 0, jnp.log(total) + top, -jnp.inf)
 
 
-def _call(plan: Plan, target: Target, estimate: pl.CostEstimate, scale: float, count: int, parts: list) -> Any:
+def _call(plan: DenseCall, target: Target, estimate: pl.CostEstimate, scale: float, count: int, parts: list) -> Any:
     tall = plan.tile * plan.heads
     values, width = plan.rows.values, plan.rows.width
     results = plan.steps * plan.cores

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from glm52_jax.kernels.lib.pallas import LANES
-from glm52_jax.kernels.sparse_mla.dense_plan import WORD, Plan
+from glm52_jax.kernels.sparse_mla.dense_plan import WORD, DenseCall
 
 LOWEST = -1e30  # of a maximum: finite, so that the difference of two is
 
@@ -60,7 +60,7 @@ class Scratch:
     arrived: Any
 
 
-def kernel(plan: Plan, scale: float, layer: Any, lengths: Any, table: Any, live: Any, *refs: Any) -> None:
+def kernel(plan: DenseCall, scale: float, layer: Any, lengths: Any, table: Any, live: Any, *refs: Any) -> None:
     """One tile of queries on one core; operands in the order of `dense.attend`."""
     layer_scale, queries, seen, *others = refs
     stacks = others[: len(plan.rows.names)]
@@ -120,7 +120,7 @@ def kernel(plan: Plan, scale: float, layer: Any, lengths: Any, table: Any, live:
 class _Blocks:
     """The live blocks of this core's tiles, and their copies."""
 
-    plan: Plan
+    plan: DenseCall
     layer: Any
     lengths: Any
     table: Any
@@ -213,7 +213,7 @@ class _Blocks:
             jax.lax.fori_loop(0, count, lambda number, carry: (page(number), carry)[1], 0)
 
 
-def _begin(plan: Plan, queries: Any, scratch: Scratch) -> None:
+def _begin(plan: DenseCall, queries: Any, scratch: Scratch) -> None:
     """Lays out a tile's queries and empties its sums."""
     place = 0
     for start, size, width in plan.rows.sections:
@@ -227,7 +227,7 @@ def _begin(plan: Plan, queries: Any, scratch: Scratch) -> None:
     scratch.total[...] = jnp.zeros_like(scratch.total)
 
 
-def _load(plan: Plan, left: Any, slot: Any, scratch: Scratch) -> Any:
+def _load(plan: DenseCall, left: Any, slot: Any, scratch: Scratch) -> Any:
     """Lays out a block's mask and rows, with zeros for those never written.
 
     Returns:
@@ -281,7 +281,7 @@ def _cast(values: jax.Array, dtype: Any) -> jax.Array:
     return values if values.dtype == dtype else values.astype(jnp.float32).astype(dtype)
 
 
-def _compute(plan: Plan, factor: Any, rows: Any, scratch: Scratch) -> None:
+def _compute(plan: DenseCall, factor: Any, rows: Any, scratch: Scratch) -> None:
     """Adds a block to the online softmax of a tile, in powers of two.
 
     The work is cut into parts, of some queries and some keys. While the vector units compute the weights of one part,
@@ -289,7 +289,7 @@ def _compute(plan: Plan, factor: Any, rows: Any, scratch: Scratch) -> None:
     stands close together, so each product is cut into columns, between which the weights of single queries are put.
     """
     parts = [
-        _Part(plan, factor, rows, scratch, (first, min(plan.product, plan.tile - first)), slice(start, stop))
+        _OnlineSoftmax(plan, factor, rows, scratch, (first, min(plan.product, plan.tile - first)), slice(start, stop))
         for start, stop in cuts(plan.keys, plan.chunk)
         for first in range(0, plan.tile, plan.product)
     ]
@@ -325,11 +325,11 @@ def mix(*lists: list[Any]) -> None:
         step()
 
 
-class _Part:
+class _OnlineSoftmax:
     """Some queries of a tile, on their way through a block."""
 
     def __init__(
-        self, plan: Plan, factor: Any, rows: Any, scratch: Scratch, queries: tuple[int, int], keys: slice
+        self, plan: DenseCall, factor: Any, rows: Any, scratch: Scratch, queries: tuple[int, int], keys: slice
     ) -> None:
         self.plan, self.factor, self.rows, self.scratch, self.keys = plan, factor, rows, scratch, keys
         first, count = self.first, self.count = queries

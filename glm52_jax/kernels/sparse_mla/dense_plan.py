@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from glm52_jax.cache.row_formats import GroupRows, LaneRows, PackedRows, RowStack, parts_of
+from glm52_jax.cache.row_formats import GroupScaledFormat, LanePaddedFormat, PackedStack, RowStack, parts_of
 from glm52_jax.kernels.lib.pallas import LANES, SUBLANES
 
 WORD = 32
@@ -13,7 +13,7 @@ WORD = 32
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class DenseRowLayout:
     """How rows lie in the kernel's memory when they meet the queries.
 
     Attributes:
@@ -33,13 +33,13 @@ class Rows:
         return sum(width for _, _, width in self.sections)
 
     @classmethod
-    def of(cls, latent: RowStack, width: int, rank: int) -> Rows:
+    def of(cls, latent: RowStack, width: int, rank: int) -> DenseRowLayout:
         parts = parts_of(latent)
-        form = latent.format if isinstance(latent, PackedRows) else None
-        if isinstance(form, GroupRows):
+        form = latent.format if isinstance(latent, PackedStack) else None
+        if isinstance(form, GroupScaledFormat):
             codes, rest = parts["codes"].shape[-1], width - form.coded
             coded = (0, form.coded, codes)
-            if isinstance(form, LaneRows):
+            if isinstance(form, LanePaddedFormat):
                 tail = (form.coded, rest, parts["tail"].shape[-1])
                 return cls((coded, tail), codes, (form.group, rest), ("codes", "tail"))
             return cls((coded, (form.coded, rest, rest)), codes, (form.group, 0), ("codes", "scales", "plain"))
@@ -49,7 +49,7 @@ class Rows:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class DenseCall:
     """Everything static of a call.
 
     Attributes:
@@ -69,7 +69,7 @@ class Plan:
         splits: parts of each tile's blocks, that different cores take.
     """
 
-    rows: Rows
+    rows: DenseRowLayout
     items: int
     tiles: int
     tile: int

@@ -28,7 +28,7 @@ _NOTHING = -1e30
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class StoredPart:
     """One array of a stack, as the kernel copies it.
 
     Attributes:
@@ -55,7 +55,7 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Gather:
+class GatherCall:
     """What is fixed when the kernel is made.
 
     Attributes:
@@ -75,7 +75,7 @@ class Gather:
         given_words: whether the stack's arrays are words already, since simulators cannot take values for them.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[StoredPart, ...]
     unit: int
     page_units: int
     chunk: int
@@ -91,8 +91,8 @@ class Gather:
     given_words: bool = False
 
 
-def attend(
-    plan: Gather,
+def gather_attention(
+    plan: GatherCall,
     queries: jax.Array,
     stack: Sequence[jax.Array],
     tables: jax.Array,
@@ -183,7 +183,7 @@ def attend(
     return out, lse
 
 
-def _kernel(plan: Gather, spreads: dict[int, Any], decode: Any, head: Sequence[Any], rest: Sequence[Any]) -> None:
+def _kernel(plan: GatherCall, spreads: dict[int, Any], decode: Any, head: Sequence[Any], rest: Sequence[Any]) -> None:
     """One query. Copies that are under way go from one query of a core to the next."""
     counts, scale, lists, tables, bits, queries = head
     count = len(plan.parts)
@@ -275,7 +275,14 @@ class _Buffer:
     """One of the two places for a chunk: its list of units, and the rows that are copied for them."""
 
     def __init__(
-        self, plan: Gather, parts: Sequence[Any], lists: Any, units: Any, list_sem: Any, sem: Any, rows: Sequence[Any]
+        self,
+        plan: GatherCall,
+        parts: Sequence[Any],
+        lists: Any,
+        units: Any,
+        list_sem: Any,
+        sem: Any,
+        rows: Sequence[Any],
     ):
         self.plan, self.lists, self.units, self.list_sem, self.sem, self.rows = (
             plan,
@@ -358,7 +365,7 @@ class _Buffer:
         return rows, mask
 
 
-def _in_rows(plan: Gather, bits: jax.Array, spreads: dict[int, Any]) -> dict[int, jax.Array]:
+def _in_rows(plan: GatherCall, bits: jax.Array, spreads: dict[int, Any]) -> dict[int, jax.Array]:
     """Numbers up to 255, which are exact in bfloat16, each so many times as the keys say, in one row.
 
     Args:
@@ -373,7 +380,7 @@ def _in_rows(plan: Gather, bits: jax.Array, spreads: dict[int, Any]) -> dict[int
 
 
 def _accumulate(
-    plan: Gather, buffer: _Buffer, spread: dict[int, jax.Array], decode: Any, q: jax.Array, scale: Any, state: Any
+    plan: GatherCall, buffer: _Buffer, spread: dict[int, jax.Array], decode: Any, q: jax.Array, scale: Any, state: Any
 ) -> None:
     """Adds a chunk of rows to the softmax over all of them.
 
@@ -429,7 +436,7 @@ def _column(row: jax.Array) -> jax.Array:
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T
 
 
-def _words(column: jax.Array, part: Part) -> jax.Array:
+def _words(column: jax.Array, part: StoredPart) -> jax.Array:
     """uint32 `[words, 128]`, all ones in the bits of rows that are selected.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from glm52_jax.cache.row_formats import LaneRows, PackedRows, PlainRows, RowStack, TensorRows
+from glm52_jax.cache.row_formats import LanePaddedFormat, PackedStack, RowStack, TensorScaledFormat, UnquantizedFormat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,17 +33,17 @@ def stored_rows(stack: RowStack, layer: jax.Array | int, dtype: Any) -> tuple[li
     Args:
         dtype: of the queries.
     """
-    if not isinstance(stack, PackedRows):
+    if not isinstance(stack, PackedStack):
         return [stack], StoredRows(stack.shape[-1], lambda parts: parts[0].astype(dtype))
     form = stack.format
-    if isinstance(form, PlainRows):
+    if isinstance(form, UnquantizedFormat):
         values = stack.parts["values"]
         return [values], StoredRows(values.shape[-1], lambda parts: parts[0].astype(dtype))
-    if isinstance(form, TensorRows):
+    if isinstance(form, TensorScaledFormat):
         codes = stack.parts["codes"]
         scale = jnp.asarray(form.scales, jnp.float32)[layer]
         return [codes], StoredRows(codes.shape[-1], lambda parts: parts[0].astype(dtype), scale)
-    if isinstance(form, LaneRows):
+    if isinstance(form, LanePaddedFormat):
         tail = stack.parts["tail"]
         codes = stack.parts["codes"]
         width = form.coded + tail.shape[-1]
@@ -51,7 +51,7 @@ def stored_rows(stack: RowStack, layer: jax.Array | int, dtype: Any) -> tuple[li
     return None
 
 
-def _lane_rows(form: LaneRows, parts: Sequence[jax.Array], dtype: Any) -> jax.Array:
+def _lane_rows(form: LanePaddedFormat, parts: Sequence[jax.Array], dtype: Any) -> jax.Array:
     """Codes times the scales of their groups, exact since those are powers of two; the tail as it is behind them.
 
     A product with ones brings the scale of its group to every code: matrix units do it faster than lanes are spread.

@@ -9,9 +9,9 @@ from glm52_jax.cache.row_formats import RowStack
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.lib.pallas import LANES, simulated
 from glm52_jax.kernels.lib.selection import UNIT_BITS, Selection, plan_units, single_units
-from glm52_jax.kernels.sparse_mla import blocks
+from glm52_jax.kernels.sparse_mla import tile_sizes
 from glm52_jax.kernels.sparse_mla.dense import dense_mla
-from glm52_jax.kernels.sparse_mla.gather import Gather, Part, attend, in_words
+from glm52_jax.kernels.sparse_mla.gather import GatherCall, StoredPart, gather_attention, in_words
 from glm52_jax.kernels.sparse_mla.reference import sparse_mla_reference
 from glm52_jax.kernels.sparse_mla.stored_rows import StoredRows, stored_rows
 
@@ -43,21 +43,23 @@ def sparse_mla(
         return dense_mla(queries, latent, layer, page_table, positions, mask, scale, kv_lora_rank, target=target)
     found = stored_rows(latent, layer, queries.dtype)
     capacity = page_table.shape[1] * (found[0][0].shape[2] if found else 1)
-    if found is None or (found[0][0].shape[2] % blocks.BLOCK_ROWS and not target.interpret):
+    if found is None or (found[0][0].shape[2] % tile_sizes.BLOCK_ROWS and not target.interpret):
         # Formats and page sizes that no cache on a TPU has.
         return sparse_mla_reference(queries, latent, layer, page_table, positions, selection, scale, kv_lora_rank)
     stack, stored = found
     expected = min(expected or selection.indices.shape[-1], selection.indices.shape[-1], capacity)
-    form = form or blocks.choose_form(target.chip, queries.shape[1], expected, capacity, blocks.RowShape.of(stack))
+    form = form or tile_sizes.choose_implementation(
+        target.chip, queries.shape[1], expected, capacity, tile_sizes.RowShape.of(stack)
+    )
     if form == "dense":
         mask = selection.as_mask(capacity)
         return dense_mla(queries, latent, layer, page_table, positions, mask, scale, kv_lora_rank, target=target)
     page_size = stack[0].shape[2]
     packs = [_pack(array, page_size) for array in stack]
     unit = max(packs)
-    if form == "blocks" and page_size % blocks.BLOCK_ROWS == 0:
-        unit = blocks.BLOCK_ROWS
-    parts = tuple(Part(a.dtype, a.shape[-1], pack, unit) for a, pack in zip(stack, packs, strict=True))
+    if form == "blocks" and page_size % tile_sizes.BLOCK_ROWS == 0:
+        unit = tile_sizes.BLOCK_ROWS
+    parts = tuple(StoredPart(a.dtype, a.shape[-1], pack, unit) for a, pack in zip(stack, packs, strict=True))
     return _gathered(
         queries, stack, stored, parts, page_table, layer, positions, selection, scale, kv_lora_rank, expected, target
     )
@@ -67,7 +69,7 @@ def _gathered(
     queries: jax.Array,
     stack: list[jax.Array],
     stored: StoredRows,
-    parts: tuple[Part, ...],
+    parts: tuple[StoredPart, ...],
     page_table: jax.Array,
     layer: jax.Array | int,
     positions: jax.Array,
@@ -84,11 +86,11 @@ def _gathered(
     tables, table_pages = _tables(page_table, layer, pages, page_size // unit), page_table.shape[1]
     entries = _entries(selection, unit)
     lanes = _INTERPRETED_LANES if target.interpret else LANES
-    sizes = blocks.choose(target.chip, unit, len(parts), entries.shape[-1], lanes)
+    sizes = tile_sizes.choose(target.chip, unit, len(parts), entries.shape[-1], lanes)
     per_core = -(-count // target.chip.cores_per_device)
     more = target.chip.cores_per_device * per_core - count
     room = -(-entries.shape[-1] // (2 * sizes.chunk)) * 2 * sizes.chunk
-    plan = Gather(
+    plan = GatherCall(
         parts=parts,
         unit=unit,
         page_units=page_size // unit,
@@ -113,8 +115,8 @@ def _gathered(
         flat = [in_words(array, part.pack) for array, part in zip(flat, parts, strict=True)]
     factor = jnp.asarray(stored.scale, jnp.float32)
     queries = queries.reshape(count, heads, width)
-    queries = jnp.pad(queries, ((0, more), (0, -heads % blocks.HEADS), (0, stored.width - width)))
-    out, lse = attend(
+    queries = jnp.pad(queries, ((0, more), (0, -heads % tile_sizes.HEADS), (0, stored.width - width)))
+    out, lse = gather_attention(
         plan,
         queries,
         flat,
@@ -124,13 +126,13 @@ def _gathered(
         stored.decode,
         jnp.stack([scale * factor, factor]),
         target=target,
-        cost=blocks.cost(
+        cost=tile_sizes.cost(
             count,
             heads,
             expected,
             width,
             kv_lora_rank,
-            unit * blocks.RowShape.of(stack).row_bytes,  # neighbours come along
+            unit * tile_sizes.RowShape.of(stack).row_bytes,  # neighbours come along
             queries.dtype.itemsize,
         ),
     )
@@ -143,7 +145,7 @@ def _entries(selection: Selection, unit: int) -> jax.Array:
     assert selection.indices is not None
     if selection.units is not None and selection.unit == unit:
         return selection.units
-    if unit == blocks.BLOCK_ROWS:
+    if unit == tile_sizes.BLOCK_ROWS:
         return plan_units(selection.indices, unit)
     # A few rows that are neighbours are copied twice; to find them would take longer.
     return single_units(selection.indices, unit)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import jax
 
-from glm52_jax.kernels import form
+from glm52_jax.kernels import implementation
 from glm52_jax.kernels.topk.cpu import topk_mask_bisect
 from glm52_jax.kernels.topk.reference import (
-    last_of_best_reference,
+    kth_best_reference,
     topk_indices_reference,
     topk_mask_reference,
     topk_reference,
@@ -21,8 +21,8 @@ _PALLAS = "glm52_jax.kernels.topk.tpu"
 _TOPK = {"reference": topk_reference, "tpu": f"{_PALLAS}:topk"}
 _INDICES = {"reference": topk_indices_reference, "tpu": f"{_PALLAS}:topk_indices"}
 _MASK = {"reference": topk_mask_reference, "cpu": topk_mask_bisect, "tpu": f"{_PALLAS}:topk_mask"}
-_CLOSED = {"reference": lambda indices: indices, "tpu": f"{_PALLAS}:closed_up"}
-_LAST = {"reference": last_of_best_reference, "tpu": f"{_PALLAS}:last_of_best"}
+_CLOSED = {"reference": lambda indices: indices, "tpu": f"{_PALLAS}:compact"}
+_LAST = {"reference": kth_best_reference, "tpu": f"{_PALLAS}:kth_best"}
 
 
 def topk(scores: jax.Array, k: int, *, backend: str) -> tuple[jax.Array, jax.Array]:
@@ -38,20 +38,20 @@ def topk(scores: jax.Array, k: int, *, backend: str) -> tuple[jax.Array, jax.Arr
     Returns:
         int32 `[..., k]`, -1 where fewer than `k` can be chosen; float32 `[..., k]`, minus infinity there.
     """
-    return form(_TOPK, backend)(scores, k)
+    return implementation(_TOPK, backend)(scores, k)
 
 
 def topk_indices(scores: jax.Array, k: int, *, backend: str) -> jax.Array:
     """The first part of `topk`."""
-    return form(_INDICES, backend)(scores, k)
+    return implementation(_INDICES, backend)(scores, k)
 
 
 def topk_mask(scores: jax.Array, k: int, *, backend: str) -> jax.Array:
     """The same choice as `topk` as a mask, bool `[..., positions]`."""
-    return form(_MASK, backend)(scores, k)
+    return implementation(_MASK, backend)(scores, k)
 
 
-def closed_up(indices: jax.Array, *, backend: str) -> jax.Array:
+def compact(indices: jax.Array, *, backend: str) -> jax.Array:
     """Lists without the gaps that -1 leaves, where the backend has kernels that go through them.
 
     Args:
@@ -61,10 +61,10 @@ def closed_up(indices: jax.Array, *, backend: str) -> jax.Array:
     Returns:
         int32 of the same shape, the numbers first.
     """
-    return form(_CLOSED, backend)(indices)
+    return implementation(_CLOSED, backend)(indices)
 
 
-def last_of_best(scores: jax.Array, positions: jax.Array, k: int, *, backend: str) -> tuple[jax.Array, jax.Array]:
+def kth_best(scores: jax.Array, positions: jax.Array, k: int, *, backend: str) -> tuple[jax.Array, jax.Array]:
     """Score and position of the k-th of some candidates: what comes no later in the order is chosen too.
 
     Args:
@@ -76,4 +76,4 @@ def last_of_best(scores: jax.Array, positions: jax.Array, k: int, *, backend: st
     Returns:
         float32 `[...]`, minus infinity where there are fewer than `k`, and int32 `[...]`, any number there.
     """
-    return form(_LAST, backend)(scores, positions, k)
+    return implementation(_LAST, backend)(scores, positions, k)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from glm52_jax.kernels.lib.sortable_bits import image_of, scores_of
+from glm52_jax.kernels.lib.sortable_bits import from_sortable_bits, sortable_bits
 
 
 def topk_reference(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """See `api.topk`."""
-    values, indices = jax.lax.top_k(scores_of(image_of(scores)), k)
+    values, indices = jax.lax.top_k(from_sortable_bits(sortable_bits(scores)), k)
     return jnp.where(values == -jnp.inf, -1, indices), values
 
 
@@ -30,10 +30,10 @@ def topk_mask_reference(scores: jax.Array, k: int) -> jax.Array:
     return marked[:, :positions].reshape(scores.shape)
 
 
-def last_of_best_reference(scores: jax.Array, positions: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """See `api.last_of_best`."""
+def kth_best_reference(scores: jax.Array, positions: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """See `api.kth_best`."""
     if k > scores.shape[-1]:
         return jnp.full(scores.shape[:-1], -jnp.inf), jnp.full(scores.shape[:-1], -1, jnp.int32)
     # A stable sort of what is in order of position already would do; this sorts by both.
-    ranked, places = jax.lax.sort((-scores_of(image_of(scores)), positions), num_keys=2)
+    ranked, places = jax.lax.sort((-from_sortable_bits(sortable_bits(scores)), positions), num_keys=2)
     return -ranked[..., k - 1], places[..., k - 1]

@@ -14,12 +14,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.lib.pallas import LANES, SUBLANES, call
-from glm52_jax.kernels.lib.sortable_bits import NONE, image_of, is_chosen, scores_of
-from glm52_jax.kernels.topk import compact, threshold
-from glm52_jax.kernels.topk.blocks import Blocks, choose, cost, edge_cost
+from glm52_jax.kernels.lib.sortable_bits import NOT_CANDIDATE, from_sortable_bits, is_selected, sortable_bits
+from glm52_jax.kernels.topk import compaction, threshold_search
+from glm52_jax.kernels.topk.tile_sizes import TopkTileSizes, choose, cost, threshold_cost
 
 
-def topk(scores: jax.Array, k: int, *, target: Target, blocks: Blocks | None = None) -> tuple[jax.Array, jax.Array]:
+def topk(
+    scores: jax.Array, k: int, *, target: Target, blocks: TopkTileSizes | None = None
+) -> tuple[jax.Array, jax.Array]:
     """See `api.topk`. The lists are in order of position."""
     rows = _Rows.of(scores.shape, k, bool(target.interpret), blocks)
     out = (rows.outer, rows.tiles * rows.blocks.rows, rows.blocks.list_rows, LANES)
@@ -34,7 +36,7 @@ def topk(scores: jax.Array, k: int, *, target: Target, blocks: Blocks | None = N
         grid=rows.grid,
         in_specs=[rows.spec],
         out_specs=[listed, listed],
-        scratch_shapes=[*rows.scratch, *compact.scratch(rows.blocks)],
+        scratch_shapes=[*rows.scratch, *compaction.scratch(rows.blocks)],
     )(rows.view(scores))
     indices, values = (
         array.reshape(*out[:2], -1)[:, : rows.inner, :k].reshape(*scores.shape[:-1], k) for array in lists
@@ -51,23 +53,23 @@ def topk_mask(scores: jax.Array, k: int, *, target: Target) -> jax.Array:
     """See `api.topk_mask`. The kernel finds the last one that is chosen; comparing with it is left to XLA."""
     positions = jnp.arange(scores.shape[-1], dtype=jnp.int32)
     last, position = _last(scores, None, k, target)
-    return is_chosen(scores, positions, last[..., None], position[..., None])
+    return is_selected(scores, positions, last[..., None], position[..., None])
 
 
-def closed_up(indices: jax.Array, *, target: Target) -> jax.Array:
-    """See `api.closed_up`: all of what is there is selected, with the numbers as its scores, which float32 holds."""
+def compact(indices: jax.Array, *, target: Target) -> jax.Array:
+    """See `api.compact`: all of what is there is selected, with the numbers as its scores, which float32 holds."""
     scores = jnp.where(indices >= 0, indices.astype(jnp.float32), -jnp.inf)
     place, values = topk(scores, indices.shape[-1], target=target)
     return jnp.where(place >= 0, values, -1).astype(jnp.int32)
 
 
-def last_of_best(scores: jax.Array, positions: jax.Array, k: int, *, target: Target) -> tuple[jax.Array, jax.Array]:
-    """See `api.last_of_best`."""
+def kth_best(scores: jax.Array, positions: jax.Array, k: int, *, target: Target) -> tuple[jax.Array, jax.Array]:
+    """See `api.kth_best`."""
     return _last(scores, positions, k, target)
 
 
 def _last(
-    scores: jax.Array, positions: jax.Array | None, k: int, target: Target, blocks: Blocks | None = None
+    scores: jax.Array, positions: jax.Array | None, k: int, target: Target, blocks: TopkTileSizes | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Score and position of the k-th in order, `[...]`; positions are those in the row if none are given."""
     rows = _Rows.of(scores.shape, k, bool(target.interpret), blocks)
@@ -79,7 +81,7 @@ def _last(
         functools.partial(_last_kernel, rows=rows, listed=positions is not None),
         name="topk_last",
         target=target,
-        cost=edge_cost(rows.outer * rows.inner, rows.positions, len(arrays)),
+        cost=threshold_cost(rows.outer * rows.inner, rows.positions, len(arrays)),
         semantics=("parallel", "parallel", "arbitrary"),
         out_shape=[jax.ShapeDtypeStruct(out, jnp.float32), jax.ShapeDtypeStruct(out, jnp.int32)],
         grid=rows.grid,
@@ -106,10 +108,10 @@ class _Rows:
     outer: int
     inner: int
     positions: int
-    blocks: Blocks
+    blocks: TopkTileSizes
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], k: int, interpret: bool, blocks: Blocks | None) -> _Rows:
+    def of(cls, shape: tuple[int, ...], k: int, interpret: bool, blocks: TopkTileSizes | None) -> _Rows:
         *outer, inner, positions = (1, *shape) if len(shape) == 1 else shape
         count = math.prod(outer)
         if inner % SUBLANES == 0:
@@ -153,15 +155,15 @@ class _Rows:
     def register(self, ref: Any, index: jax.Array) -> jax.Array:
         """One register of a chunk."""
         if self.blocks.rows == 1:
-            return ref[threshold.register(index), :]
+            return ref[threshold_search.register(index), :]
         return ref[:, pl.ds(pl.multiple_of(index * LANES, LANES), LANES)]
 
     def position(self, index: jax.Array) -> jax.Array:
         """Positions of one register of all."""
         step = SUBLANES // self.blocks.rows * LANES
-        return threshold.position_in_register(self.blocks) + index * step
+        return threshold_search.position_in_register(self.blocks) + index * step
 
-    def absorb(self, scores: Any, image: Any, kept: Any) -> None:
+    def absorb(self, scores: Any, sortable: Any, kept: Any) -> None:
         """Takes in the chunk of this step."""
         chunk = pl.program_id(2)
         # Rows that are not there would be searched for ties.
@@ -169,65 +171,67 @@ class _Rows:
         is_row = jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), 0) % self.blocks.rows < there
 
         def load(index: jax.Array) -> jax.Array:
-            values = image_of(self.register(scores, index))
+            values = sortable_bits(self.register(scores, index))
             if self.inner % self.blocks.rows:
-                values = jnp.where(is_row, values, NONE)
+                values = jnp.where(is_row, values, NOT_CANDIDATE)
             if self.blocks.positions == self.positions:
                 return values
             position = self.position(chunk * self.blocks.chunk_registers + index)
-            return jnp.where(position < self.positions, values, NONE)
+            return jnp.where(position < self.positions, values, NOT_CANDIDATE)
 
-        threshold.absorb(self.blocks, load, chunk, image, kept)
+        threshold_search.absorb(self.blocks, load, chunk, sortable, kept)
 
-    def find_edge(self, image: Any, kept: Any, edge: Any, positions: Any = None) -> jax.Array:
-        """See `threshold.find_edge`; positions are those in the row if none are given."""
+    def find_edge(self, sortable: Any, kept: Any, threshold: Any, positions: Any = None) -> jax.Array:
+        """See `threshold.find_threshold`; positions are those in the row if none are given."""
         bits = 31
-        of = lambda i: positions[threshold.register(i), :]  # noqa: E731
+        of = lambda i: positions[threshold_search.register(i), :]  # noqa: E731
         if positions is None:
             of, bits = self.position, (self.blocks.positions - 1).bit_length()
-        return threshold.find_edge(self.blocks, image, kept, edge, self.grid[2], position_of=of, position_bits=bits)
+        return threshold_search.find_threshold(
+            self.blocks, sortable, kept, threshold, self.grid[2], position_of=of, position_bits=bits
+        )
 
 
 def _is_last_chunk() -> jax.Array:
     return pl.program_id(2) == pl.num_programs(2) - 1
 
 
-def _list_kernel(scores, indices, values, image, kept, edge, *scratch, rows: _Rows):  # noqa: ANN001, ANN002, ANN202
+def _list_kernel(scores, indices, values, sortable, kept, threshold, *scratch, rows: _Rows):  # noqa: ANN001, ANN002, ANN202
     """Lists of the rows of one block, at its last chunk."""
-    rows.absorb(scores, image, kept)
+    rows.absorb(scores, sortable, kept)
     there = jnp.minimum(rows.inner - pl.program_id(1) * rows.blocks.rows, rows.blocks.rows)
 
     @pl.when(_is_last_chunk())
     def _() -> None:
-        most = jnp.max(rows.find_edge(image, kept, edge))
+        most = jnp.max(rows.find_edge(sortable, kept, threshold))
 
         @pl.when(most > 0)
         def _() -> None:
-            compact.write_lists(rows.blocks, image, edge, rows.grid[2], indices, values, scratch, there)
+            compaction.write_lists(rows.blocks, sortable, threshold, rows.grid[2], indices, values, scratch, there)
 
         @pl.when(most == 0)
         def _() -> None:
-            compact.write_nothing(indices, values)
+            compaction.write_nothing(indices, values)
 
 
 def _last_kernel(*refs, rows: _Rows, listed: bool):  # noqa: ANN002, ANN202
     """The last ones that are chosen from the rows of one block, at its last chunk."""
     scores, *given = refs[: 2 if listed else 1]
-    score, position, image, kept, edge, *copies = refs[2 if listed else 1 :]
-    rows.absorb(scores, image, kept)
+    score, position, sortable, kept, threshold, *copies = refs[2 if listed else 1 :]
+    rows.absorb(scores, sortable, kept)
     positions = copies[0] if listed else None
     if listed:
         first = pl.program_id(2) * rows.blocks.chunk_registers
 
         def copy(index: jax.Array, carry: None) -> None:
-            copies[0][threshold.register(first + index), :] = rows.register(given[0], index)
+            copies[0][threshold_search.register(first + index), :] = rows.register(given[0], index)
 
         jax.lax.fori_loop(0, rows.blocks.chunk_registers, copy, None)
 
     @pl.when(_is_last_chunk())
     def _() -> None:
-        enough = rows.find_edge(image, kept, edge, positions) >= rows.blocks.k
-        threshold.raise_edge(rows.blocks, image, edge, rows.grid[2])
-        of = rows.position if positions is None else lambda i: positions[threshold.register(i), :]
-        score[...] = jnp.where(enough, scores_of(edge[...]), -jnp.inf)
-        position[...] = threshold.last_position(rows.blocks, image, edge, rows.grid[2], of)
+        enough = rows.find_edge(sortable, kept, threshold, positions) >= rows.blocks.k
+        threshold_search.raise_threshold(rows.blocks, sortable, threshold, rows.grid[2])
+        of = rows.position if positions is None else lambda i: positions[threshold_search.register(i), :]
+        score[...] = jnp.where(enough, from_sortable_bits(threshold[...]), -jnp.inf)
+        position[...] = threshold_search.last_position(rows.blocks, sortable, threshold, rows.grid[2], of)

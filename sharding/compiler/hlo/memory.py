@@ -13,7 +13,7 @@ from sharding.compiler.hlo.text import HBM, HOST, Instruction, Module
 
 
 @dataclasses.dataclass(frozen=True)
-class Buffer:
+class MemoryBuffer:
     """An array in HBM.
 
     Attributes:
@@ -70,8 +70,8 @@ class MemoryPlan:
     """
 
     memory: Memory
-    arguments: Mapping[int, Buffer]
-    temporaries: tuple[Buffer, ...]
+    arguments: Mapping[int, MemoryBuffer]
+    temporaries: tuple[MemoryBuffer, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,15 +102,15 @@ def read_assignment(text: str, module: Module, limit: int) -> MemoryPlan:
         limit: bytes of HBM that the compiler offers.
     """
     sums: collections.Counter[str] = collections.Counter()
-    arguments: dict[int, Buffer] = {}
-    temporaries: list[Buffer] = []
+    arguments: dict[int, MemoryBuffer] = {}
+    temporaries: list[MemoryBuffer] = []
     origin = _Origin(module)
     for allocation in _allocations(text):
         if allocation.color == HOST:
             sums["host"] += allocation.size
         parameter = re.search(r"parameter (\d+), shape \|(.*?)\|", allocation.notes)
         if parameter:
-            arguments[int(parameter[1])] = Buffer("", parameter[2], allocation.size)
+            arguments[int(parameter[1])] = MemoryBuffer("", parameter[2], allocation.size)
         if allocation.color != HBM:
             continue
         live_out = "maybe-live-out" in allocation.notes
@@ -144,7 +144,7 @@ def _allocations(text: str) -> Iterator[_Allocation]:
         yield current
 
 
-def _places(allocation: _Allocation, origin: _Origin) -> Iterator[Buffer]:
+def _places(allocation: _Allocation, origin: _Origin) -> Iterator[MemoryBuffer]:
     """Places of an allocation that do not overlap, the largest before the smaller ones that they cover."""
     places: dict[tuple[int, int], list[_Value]] = collections.defaultdict(list)
     for value in allocation.values:
@@ -156,7 +156,7 @@ def _places(allocation: _Allocation, origin: _Origin) -> Iterator[Buffer]:
         taken.append((offset, offset + size))
         maker = origin.of([value.name for value in values])
         value = next(value for value in values if value.name == maker)
-        yield Buffer(
+        yield MemoryBuffer(
             origin.label(maker),
             value.shape.partition("{")[0] if not value.shape.startswith("(") else "tuple",
             size,

@@ -12,7 +12,7 @@ from glm52_jax.kernels.lib.pallas import LANES
 
 
 @dataclasses.dataclass(frozen=True)
-class DenseBlocks:
+class DenseTileSizes:
     """Sizes of the kernel `dense_mla`.
 
     Attributes:
@@ -36,7 +36,7 @@ _FEW_KEYS, _FEW_CHUNK = 2048, 1024
 _SOME_ITEMS = 8  # fewer tiles do not hide the copy of the first block of each
 
 
-def choose(target: Target, tokens: int, heads: int, batch: int = _SOME_ITEMS, room: int = 1 << 20) -> DenseBlocks:
+def choose(target: Target, tokens: int, heads: int, batch: int = _SOME_ITEMS, room: int = 1 << 20) -> DenseTileSizes:
     """The sizes for a chunk of so many tokens of so many sequences, with room for `room` positions each."""
     tiles = -(-tokens // max(1, min(tokens, _ROWS // heads)))
     tile = -(-tokens // tiles)
@@ -47,10 +47,10 @@ def choose(target: Target, tokens: int, heads: int, batch: int = _SOME_ITEMS, ro
     if batch * tiles < _SOME_ITEMS:
         while keys > 512 and 8 * keys > room:
             keys //= 2
-    return DenseBlocks(tile, keys, rows, min(chunk, keys))
+    return DenseTileSizes(tile, keys, rows, min(chunk, keys))
 
 
-def pages_of(target: Target, blocks: DenseBlocks, table: int, page: int) -> int:
+def pages_of(target: Target, blocks: DenseTileSizes, table: int, page: int) -> int:
     """Pages of a block, for sequences of `table` pages of `page` rows.
 
     A block of the mask is cut out of rows of positions, which a TPU keeps in whole lanes: so compiled blocks are whole

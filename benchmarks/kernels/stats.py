@@ -12,7 +12,7 @@ on one of the cores."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Figures:
+class CaseStats:
     """Of a case on a chip; times in seconds.
 
     Attributes:
@@ -90,7 +90,7 @@ class Figures:
         return ideal + self.around_s if ideal is not None and self.around_s is not None else None
 
     @classmethod
-    def from_json(cls, stored: Mapping[str, Any]) -> Figures:
+    def from_json(cls, stored: Mapping[str, Any]) -> CaseStats:
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()
         }

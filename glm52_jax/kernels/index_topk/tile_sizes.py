@@ -9,12 +9,12 @@ from jax.experimental import pallas as pl
 
 from glm52_jax.kernels import Target
 from glm52_jax.kernels.lib.pallas import LANES, SUBLANES, vmem_limit
-from glm52_jax.kernels.topk import blocks as selection
-from glm52_jax.kernels.topk.blocks import round_up
+from glm52_jax.kernels.topk import tile_sizes as selection
+from glm52_jax.kernels.topk.tile_sizes import round_up
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class IndexTopkTileSizes:
     """Sizes of the fused kernel.
 
     Attributes:
@@ -24,7 +24,7 @@ class Blocks:
         cores: that share the sequences.
     """
 
-    selection: selection.Blocks
+    selection: selection.TopkTileSizes
     keys: int
     part: int
     cores: int
@@ -47,7 +47,7 @@ _KEYS, _PART = 8192, 2048
 
 def choose(
     target: Target, batch: int, tokens: int, capacity: int, page_size: int, key_bytes: int, k: int
-) -> Blocks | None:
+) -> IndexTopkTileSizes | None:
     """Sizes for a chip and shapes; None where the two kernels one after the other are better.
 
     They are with more than eight tokens a sequence, whose products bind and whose scores are too many to keep; with
@@ -74,7 +74,7 @@ def choose(
     # Blocks of equal size.
     block = round_up(-(-capacity // -(-capacity // block)), unit)
     sizes = selection.choose(rows, capacity, k, interpret=interpret, chunk=block)
-    return Blocks(sizes, keys, keys if interpret else math.gcd(keys, _PART), cores)
+    return IndexTopkTileSizes(sizes, keys, keys if interpret else math.gcd(keys, _PART), cores)
 
 
 def vmem_bytes(rows: int, capacity: int, block: int, key_bytes: int, k: int) -> int:

@@ -19,7 +19,7 @@ _STEP_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class BlockMatmulTileSizes:
     """Sizes.
 
     Attributes:
@@ -33,7 +33,7 @@ class Blocks:
     out: int
 
 
-def choose(target: Target, rows: int, weight: Stack, dtype: Any) -> Blocks:
+def choose(target: Target, rows: int, weight: Stack, dtype: Any) -> BlockMatmulTileSizes:
     """For a product of so many rows whose operands have that dtype."""
     values = values_of(weight)
     out, inner = values.shape[-2:]
@@ -48,7 +48,7 @@ def choose(target: Target, rows: int, weight: Stack, dtype: Any) -> Blocks:
     ):
         wanted //= 2
     part = 64 if height % 64 == 0 and group == 128 else min(height, 128) if height % 128 == 0 else height
-    return Blocks(height, part, wanted if out > wanted else out)
+    return BlockMatmulTileSizes(height, part, wanted if out > wanted else out)
 
 
 def cost(rows: int, weight: Stack, dtype: Any, result: Any) -> pl.CostEstimate:

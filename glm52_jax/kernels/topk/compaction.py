@@ -21,16 +21,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from glm52_jax.kernels.lib.pallas import LANES, SUBLANES
-from glm52_jax.kernels.lib.sortable_bits import scores_of
-from glm52_jax.kernels.topk.blocks import Blocks
-from glm52_jax.kernels.topk.threshold import unrolled
+from glm52_jax.kernels.lib.sortable_bits import from_sortable_bits
+from glm52_jax.kernels.topk.threshold_search import unrolled
+from glm52_jax.kernels.topk.tile_sizes import TopkTileSizes
 
 _FIELDS = 4  # in a word
 _FIELD = 8  # bits of one, of which a distance within a run takes seven
 _ONES = 0x01010101
 
 
-def scratch(blocks: Blocks) -> list[Any]:
+def scratch(blocks: TopkTileSizes) -> list[Any]:
     """What `write_lists` works in: packed distances, lengths and starts of runs, the list's positions and images,
     registers of both, and registers laid into rows."""
     end = blocks.list_rows + 1
@@ -46,7 +46,7 @@ def scratch(blocks: Blocks) -> list[Any]:
 
 
 def write_lists(
-    blocks: Blocks, image: Any, edge: Any, used: Any, indices: Any, values: Any, scratch: Any, rows: Any
+    blocks: TopkTileSizes, sortable: Any, threshold: Any, used: Any, indices: Any, values: Any, scratch: Any, rows: Any
 ) -> None:
     """Writes the lists of the first rows.
 
@@ -61,15 +61,15 @@ def write_lists(
     laid = row_positions, row_images
 
     def row(number: jax.Array | int, carry: None) -> None:
-        runs = _Runs(blocks, image, number)
-        total = _count(blocks, runs, edge, used, packed, lengths, starts)
+        runs = _Runs(blocks, sortable, number)
+        total = _count(blocks, runs, threshold, used, packed, lengths, starts)
         _move(blocks, used, packed)
         _turn(blocks, runs, used, packed, starts, spare, laid)
         _append(blocks, runs, used, packed, starts, laid, lists, spare)
         entries = lists[0][: blocks.list_rows, :], lists[1][: blocks.list_rows, :]
         entry = jax.lax.broadcasted_iota(jnp.int32, (blocks.list_rows, LANES), 0) * LANES + _lane(blocks.list_rows)
         indices[number] = jnp.where(entry < total, entries[0], -1)
-        values[number] = jnp.where(entry < total, scores_of(entries[1]), -jnp.inf)
+        values[number] = jnp.where(entry < total, from_sortable_bits(entries[1]), -jnp.inf)
 
     if blocks.rows == 1:
         row(0, None)
@@ -86,28 +86,30 @@ def write_nothing(indices: Any, values: Any) -> None:
 class _Runs:
     """The runs of 128 positions of one row."""
 
-    def __init__(self, blocks: Blocks, image: Any, number: jax.Array | int) -> None:
-        self.blocks, self.image, self.number = blocks, image, number
+    def __init__(self, blocks: TopkTileSizes, sortable: Any, number: jax.Array | int) -> None:
+        self.blocks, self.sortable, self.number = blocks, sortable, number
 
     def __call__(self, first: jax.Array, count: int) -> jax.Array:
         rows = self.blocks.rows
         if rows == 1:
-            return self.image[pl.ds(pl.multiple_of(first, SUBLANES), count), :]
-        return self.image[pl.ds(first * rows + self.number, count, stride=rows), :]
+            return self.sortable[pl.ds(pl.multiple_of(first, SUBLANES), count), :]
+        return self.sortable[pl.ds(first * rows + self.number, count, stride=rows), :]
 
 
 def _lane(rows: int) -> jax.Array:
     return jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
 
 
-def _count(blocks: Blocks, runs: _Runs, edge: Any, used: Any, packed: Any, lengths: Any, starts: Any) -> jax.Array:
+def _count(
+    blocks: TopkTileSizes, runs: _Runs, threshold: Any, used: Any, packed: Any, lengths: Any, starts: Any
+) -> jax.Array:
     """Distances that the chosen move, packed, and where each run's part of the list starts, with its length.
 
     Returns:
         int32 scalar: how many there are.
     """
     size = blocks.group
-    bound = edge[pl.ds(runs.number, 1), :]
+    bound = threshold[pl.ds(runs.number, 1), :]
 
     def triangle(rows: int, before: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
         a, b = (jax.lax.broadcasted_iota(jnp.int32, (rows, rows), axis) for axis in (0, 1))
@@ -149,7 +151,7 @@ def _dot(left: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.dot(left, right, preferred_element_type=jnp.float32)
 
 
-def _move(blocks: Blocks, used: Any, packed: Any) -> None:
+def _move(blocks: TopkTileSizes, used: Any, packed: Any) -> None:
     """Moves every distance by itself towards lane 0: in each run, the chosen are then side by side."""
     registers, in_chunk = (runs // (_FIELDS * SUBLANES) for runs in (blocks.runs, blocks.chunk_runs))
     size = min(registers, blocks.unroll)
@@ -189,7 +191,7 @@ def _turned(
     return entry < (start & ((1 << _FIELD) - 1)), run * LANES + source, found
 
 
-def _turn(blocks: Blocks, runs: _Runs, used: Any, packed: Any, starts: Any, laid: Any, rows: Any) -> None:
+def _turn(blocks: TopkTileSizes, runs: _Runs, used: Any, packed: Any, starts: Any, laid: Any, rows: Any) -> None:
     """Lays the runs of each register over each other: a row of it, if they have no more than 128 entries together."""
     group = blocks.group // SUBLANES
     part = group // _FIELDS
@@ -211,14 +213,14 @@ def _turn(blocks: Blocks, runs: _Runs, used: Any, packed: Any, starts: Any, laid
     unrolled(blocks.chunk_runs // (SUBLANES * size), several, None, 1, used)
 
 
-def _turned_together(blocks: Blocks) -> int:
+def _turned_together(blocks: TopkTileSizes) -> int:
     """Registers, of whole groups, that are turned without waiting for each other."""
     group = blocks.group // SUBLANES
     return group * math.gcd(blocks.chunk_runs // blocks.group, max(1, blocks.unroll // group))
 
 
 def _append(
-    blocks: Blocks, runs: _Runs, used: Any, packed: Any, starts: Any, rows: Any, lists: Any, spare: Any
+    blocks: TopkTileSizes, runs: _Runs, used: Any, packed: Any, starts: Any, rows: Any, lists: Any, spare: Any
 ) -> None:
     """Puts the rows of registers one after the other into the list."""
     registers = blocks.chunk_runs // SUBLANES

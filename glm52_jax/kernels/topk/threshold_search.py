@@ -18,8 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from glm52_jax.kernels.lib.pallas import LANES, SUBLANES
-from glm52_jax.kernels.lib.sortable_bits import LOWEST, NONE
-from glm52_jax.kernels.topk.blocks import Blocks
+from glm52_jax.kernels.lib.sortable_bits import LOWEST, NOT_CANDIDATE
+from glm52_jax.kernels.topk.tile_sizes import TopkTileSizes
 
 _SHAPE = (SUBLANES, LANES)
 
@@ -30,17 +30,19 @@ def register(index: jax.Array | int) -> Any:
     return pl.ds(start if isinstance(start, int) else pl.multiple_of(start, SUBLANES), SUBLANES)
 
 
-def position_in_register(blocks: Blocks) -> jax.Array:
+def position_in_register(blocks: TopkTileSizes) -> jax.Array:
     """Positions of the first register, `[8, 128]`; each next one has `1024 / rows` more."""
     run = jax.lax.broadcasted_iota(jnp.int32, _SHAPE, 0) // blocks.rows
     return run * LANES + jax.lax.broadcasted_iota(jnp.int32, _SHAPE, 1)
 
 
-def absorb(blocks: Blocks, load: Callable[[Any], jax.Array], chunk: jax.Array | int, image: Any, kept: Any) -> None:
+def absorb(
+    blocks: TopkTileSizes, load: Callable[[Any], jax.Array], chunk: jax.Array | int, sortable: Any, kept: Any
+) -> None:
     """Takes in one chunk.
 
     Args:
-        load: the images of one register of the chunk, of which everything that may not be chosen is `NONE`.
+        load: the images of one register of the chunk, of which everything that may not be chosen is `NOT_CANDIDATE`.
         chunk: which one it is.
         image: int32 `[registers * 8, 128]`, all images.
         kept: the same of the candidates; not used without segments.
@@ -55,10 +57,10 @@ def absorb(blocks: Blocks, load: Callable[[Any], jax.Array], chunk: jax.Array | 
             for i in range(step):
                 at = index * size + number * step + i
                 values.append(load(at))
-                image[register(first + at), :] = values[-1]
+                sortable[register(first + at), :] = values[-1]
             return _merged(best, values) if blocks.segment else best
 
-        nothing = (jnp.full(_SHAPE, NONE, jnp.int32),) * blocks.kept if blocks.segment else ()
+        nothing = (jnp.full(_SHAPE, NOT_CANDIDATE, jnp.int32),) * blocks.kept if blocks.segment else ()
         best = unrolled(size // step, four, nothing, -(-blocks.unroll // step))
         for i, values in enumerate(best):
             kept[register((chunk * (blocks.chunk_registers // size) + index) * blocks.kept + i), :] = values
@@ -98,7 +100,7 @@ def unrolled(count: int, body: Callable[[Any, Any], Any], carry: Any, unroll: in
 
 
 def _totals(
-    blocks: Blocks, registers: int, used: Any, tests: Callable[[Any], Sequence[jax.Array]], count: int
+    blocks: TopkTileSizes, registers: int, used: Any, tests: Callable[[Any], Sequence[jax.Array]], count: int
 ) -> list[jax.Array]:
     """For each of `count` tests, float32 `[8, 128]`: in every place of a row how many of the row pass.
 
@@ -124,7 +126,7 @@ def _totals(
     return [_over_row(blocks, s.astype(jnp.float32), jnp.add, jnp.sum) for s in sums]
 
 
-def _over_row(blocks: Blocks, values: jax.Array, pair: Any, all_lanes: Any) -> jax.Array:
+def _over_row(blocks: TopkTileSizes, values: jax.Array, pair: Any, all_lanes: Any) -> jax.Array:
     """Combines what a row has in all places of a register, and gives it to all of them."""
     shift = blocks.rows
     while shift < SUBLANES:
@@ -133,7 +135,7 @@ def _over_row(blocks: Blocks, values: jax.Array, pair: Any, all_lanes: Any) -> j
     return jnp.broadcast_to(all_lanes(values, axis=1, keepdims=True), _SHAPE)
 
 
-def _kth(blocks: Blocks, source: Any, registers: int, used: Any, bits: int) -> jax.Array:
+def _kth(blocks: TopkTileSizes, source: Any, registers: int, used: Any, bits: int) -> jax.Array:
     """The largest threshold that `k` values reach, `[8, 128]`, found from its highest bits on."""
 
     def refine(step: jax.Array, found: jax.Array) -> jax.Array:
@@ -150,11 +152,11 @@ def _kth(blocks: Blocks, source: Any, registers: int, used: Any, bits: int) -> j
     return jax.lax.fori_loop(0, 32 // bits, refine, jnp.full(_SHAPE, LOWEST, jnp.int32))
 
 
-def find_edge(
-    blocks: Blocks,
-    image: Any,
+def find_threshold(
+    blocks: TopkTileSizes,
+    sortable: Any,
     kept: Any,
-    edge: Any,
+    threshold: Any,
     used: Any,
     *,
     position_of: Callable[[Any], jax.Array],
@@ -163,9 +165,9 @@ def find_edge(
     """Leaves the `k` best of each row, or all if there are fewer, at or above the row's threshold.
 
     Args:
-        image: all images; those at the threshold that are cut off become `NONE`.
+        image: all images; those at the threshold that are cut off become `NOT_CANDIDATE`.
         kept: the candidates.
-        edge: int32 `[8, 128]`, gets the threshold: above `NONE`.
+        edge: int32 `[8, 128]`, gets the threshold: above `NOT_CANDIDATE`.
         used: chunks that were taken in, the first ones: an int or traced.
         position_of: positions of one register's values.
         position_bits: that a position has.
@@ -173,25 +175,25 @@ def find_edge(
     Returns:
         float32 `[8, 128]`: how many values of the row are at or above the threshold.
     """
-    candidates, registers = (kept, blocks.chunk_candidates) if blocks.segment else (image, blocks.chunk_registers)
-    edge[...] = jnp.maximum(_kth(blocks, candidates, registers, used, blocks.bits), NONE + 1)
+    candidates, registers = (kept, blocks.chunk_candidates) if blocks.segment else (sortable, blocks.chunk_registers)
+    threshold[...] = jnp.maximum(_kth(blocks, candidates, registers, used, blocks.bits), NOT_CANDIDATE + 1)
 
-    reached = edge[...]
-    (count,) = _totals(blocks, blocks.chunk_registers, used, lambda i: [image[register(i), :] >= reached], 1)
+    reached = threshold[...]
+    (count,) = _totals(blocks, blocks.chunk_registers, used, lambda i: [sortable[register(i), :] >= reached], 1)
 
     @pl.when(jnp.max(count) > blocks.k)
     def _cut() -> None:
         if blocks.segment:
-            edge[...] = jnp.maximum(_kth(blocks, image, blocks.chunk_registers, used, 1), NONE + 1)
-        bound = edge[...]
-        (above,) = _totals(blocks, blocks.chunk_registers, used, lambda i: [image[register(i), :] > bound], 1)
+            threshold[...] = jnp.maximum(_kth(blocks, sortable, blocks.chunk_registers, used, 1), NOT_CANDIDATE + 1)
+        bound = threshold[...]
+        (above,) = _totals(blocks, blocks.chunk_registers, used, lambda i: [sortable[register(i), :] > bound], 1)
         wanted = blocks.k - above
 
         def refine(step: jax.Array, before: jax.Array) -> jax.Array:
             trial = before + (jnp.int32(1) << (position_bits - 1 - step))
 
             def tests(index: Any) -> list[jax.Array]:
-                return [(image[register(index), :] == bound) & (position_of(index) < trial)]
+                return [(sortable[register(index), :] == bound) & (position_of(index) < trial)]
 
             (ties,) = _totals(blocks, blocks.chunk_registers, used, tests, 1)
             return jnp.where(ties < wanted, trial, before)
@@ -200,30 +202,32 @@ def find_edge(
         last = jax.lax.fori_loop(0, position_bits, refine, jnp.zeros(_SHAPE, jnp.int32))
 
         def cut(index: jax.Array, carry: None) -> None:
-            values = image[register(index), :]
-            image[register(index), :] = jnp.where((values == bound) & (position_of(index) > last), NONE, values)
+            values = sortable[register(index), :]
+            sortable[register(index), :] = jnp.where(
+                (values == bound) & (position_of(index) > last), NOT_CANDIDATE, values
+            )
 
         unrolled(blocks.chunk_registers, cut, None, blocks.unroll, used)
 
     return jnp.minimum(count, float(blocks.k))
 
 
-def raise_edge(blocks: Blocks, image: Any, edge: Any, used: Any) -> None:
-    """After `find_edge`, makes the threshold of rows with `k` values the lowest of them, which it may be below."""
+def raise_threshold(blocks: TopkTileSizes, sortable: Any, threshold: Any, used: Any) -> None:
+    """After `find_threshold`, makes the threshold of rows with `k` values the lowest of them, which it may be below."""
 
-    @pl.when(jnp.min(edge[...].astype(jnp.float32)) <= float(NONE + 1))
+    @pl.when(jnp.min(threshold[...].astype(jnp.float32)) <= float(NOT_CANDIDATE + 1))
     def _exactly() -> None:
-        edge[...] = jnp.maximum(_kth(blocks, image, blocks.chunk_registers, used, 1), NONE + 1)
+        threshold[...] = jnp.maximum(_kth(blocks, sortable, blocks.chunk_registers, used, 1), NOT_CANDIDATE + 1)
 
 
 def last_position(
-    blocks: Blocks, image: Any, edge: Any, used: Any, position_of: Callable[[Any], jax.Array]
+    blocks: TopkTileSizes, sortable: Any, threshold: Any, used: Any, position_of: Callable[[Any], jax.Array]
 ) -> jax.Array:
     """The highest position at each row's threshold, int32 `[8, 128]`; -1 if there is none."""
-    bound = edge[...]
+    bound = threshold[...]
 
     def highest(index: jax.Array, best: jax.Array) -> jax.Array:
-        return jnp.maximum(best, jnp.where(image[register(index), :] == bound, position_of(index), -1))
+        return jnp.maximum(best, jnp.where(sortable[register(index), :] == bound, position_of(index), -1))
 
     best = unrolled(blocks.chunk_registers, highest, jnp.full(_SHAPE, -1, jnp.int32), blocks.unroll, used)
     # Sums and maxima over lanes are those of float32, which holds a position in two parts.

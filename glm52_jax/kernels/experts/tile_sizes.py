@@ -43,7 +43,7 @@ def few(target: Target, gate_up: Stack) -> tuple[int, int, int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Grouped:
+class GroupedTileSizes:
     """Sizes of the kernels for many rows.
 
     Attributes:
@@ -60,16 +60,16 @@ class Grouped:
     window: int
     dtype: Any
 
-    def within(self, tiles: int) -> Grouped:
+    def within(self, tiles: int) -> GroupedTileSizes:
         """With a window of no more tiles than there can be."""
         return dataclasses.replace(self, window=min(self.window, tiles))
 
 
-def grouped(target: Target, dtype: Any, gate_up: Stack, down: Stack) -> Grouped:
+def grouped(target: Target, dtype: Any, gate_up: Stack, down: Stack) -> GroupedTileSizes:
     """For rows of a type."""
     _, _, _, width, embed = values_of(gate_up).shape
     rows = 64 if target.chip.mxu_width == 128 else 128
-    return Grouped(
+    return GroupedTileSizes(
         rows=rows,
         up=next((tile for tile in (256, 128) if width % tile == 0), width),
         down=next((tile for tile in (512, 256, 128) if embed % tile == 0), embed),

@@ -12,7 +12,7 @@ from sharding.compiler.chips import Chip
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class CacheWriteTileSizes:
     """Sizes of one grid step.
 
     Attributes:
@@ -38,20 +38,22 @@ _TOKENS = 512
 _LARGEST_TILE = 64
 
 
-def choose(chip: Chip, batch: int, tokens: int, page_size: int) -> Blocks:
+def choose(chip: Chip, batch: int, tokens: int, page_size: int) -> CacheWriteTileSizes:
     """Blocks for writing `tokens` tokens of each of `batch` sequences.
 
     Steps of whole sequences may run on different cores, so each core gets one where there are several.
     """
     rows = math.gcd(page_size, _LARGEST_TILE if tokens >= _LARGEST_TILE else SUBLANES)
     if tokens > _TOKENS:
-        return Blocks(1, _TOKENS, rows)
+        return CacheWriteTileSizes(1, _TOKENS, rows)
     share = -(-batch // chip.cores_per_device)
     # Each sequence touches at least one group of rows.
-    return Blocks(max(1, min(share, _TOKENS // max(tokens, rows))), tokens, rows)
+    return CacheWriteTileSizes(max(1, min(share, _TOKENS // max(tokens, rows))), tokens, rows)
 
 
-def cost(batch: int, tokens: int, width: int, value_bytes: int, row_bytes: int, blocks: Blocks) -> pl.CostEstimate:
+def cost(
+    batch: int, tokens: int, width: int, value_bytes: int, row_bytes: int, blocks: CacheWriteTileSizes
+) -> pl.CostEstimate:
     """Values are read, the rows that are touched read and written; some ten operations a value make a row."""
     count = batch * tokens
     # A short run lies in one tile, a long one fills all but the first and the last, which are read before.

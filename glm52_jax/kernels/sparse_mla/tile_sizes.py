@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 
 from sharding.compiler.chips import Chip
 
-FORMS = ("dense", "blocks", "rows")
+IMPLEMENTATIONS = ("dense", "blocks", "rows")
 """All of the context under a mask; aligned blocks of 8 rows, each copied once; the fewest rows that can be copied."""
 
 BLOCK_ROWS = 8
@@ -19,7 +19,7 @@ HEADS = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class GatherBlocks:
+class GatherTileSizes:
     """Sizes of the kernel that gathers.
 
     Attributes:
@@ -38,7 +38,7 @@ _CHUNKS: dict[tuple[str, int, int], int] = {}
 """By chip, rows of a unit and parts of a row, where another size than the usual one is faster."""
 
 
-def choose(chip: Chip, unit: int, parts: int, entries: int, lanes: int = 128) -> GatherBlocks:
+def choose(chip: Chip, unit: int, parts: int, entries: int, lanes: int = 128) -> GatherTileSizes:
     """The sizes for lists of `entries` units of `unit` rows in so many parts.
 
     A chunk is long enough to hide the latency of a product behind its copies, and short enough that the last one of a
@@ -50,7 +50,7 @@ def choose(chip: Chip, unit: int, parts: int, entries: int, lanes: int = 128) ->
     usual = 128 if unit == BLOCK_ROWS or parts > 1 else 256
     longest = _CHUNKS.get((chip.name, unit, parts), usual)
     chunk = min(-(-entries // (2 * lanes)) * lanes, longest)
-    return GatherBlocks(chunk, min(chunk * 3 // 8, 96 // parts), min(chunk, 32 if unit == BLOCK_ROWS else 128))
+    return GatherTileSizes(chunk, min(chunk * 3 // 8, 96 // parts), min(chunk, 32 if unit == BLOCK_ROWS else 128))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ _HEADS, _WIDTHS = 64, 640 + 512
 def times(
     chip: Chip, tokens: int, expected: int, capacity: int, row: RowShape, per_block: float | None = None
 ) -> dict[str, float]:
-    """Seconds a query in each form; the arguments are those of `choose_form`."""
+    """Seconds a query in each form; the arguments are those of `choose_implementation`."""
     share = expected / capacity
     touched = capacity / BLOCK_ROWS * (1 - (1 - share) ** BLOCK_ROWS) if per_block is None else expected / per_block
     cycle = 1 / (chip.clock_hz * chip.cores_per_device)
@@ -116,10 +116,10 @@ def times(
     }
 
 
-def choose_form(
+def choose_implementation(
     chip: Chip, tokens: int, expected: int, capacity: int, row: RowShape, per_block: float | None = None
 ) -> str:
-    """The form that takes the least time, of `FORMS`; for decoding and for the chunks of a prefill.
+    """The form that takes the least time, of `IMPLEMENTATIONS`; for decoding and for the chunks of a prefill.
 
     Gathering takes a time that grows with the selected rows alone: that of issuing their copies and of the work on what
     they bring, or of the bytes. Reading densely takes one that grows with the context: that of its products for each
@@ -134,7 +134,7 @@ def choose_form(
     """
     found = times(chip, tokens, expected, capacity, row, per_block)
     # Blocks have to be found in a list first, by a sort that the times leave out.
-    forms = FORMS if per_block is not None else ("dense", "rows")
+    forms = IMPLEMENTATIONS if per_block is not None else ("dense", "rows")
     return min(forms, key=found.__getitem__)
 
 

@@ -12,7 +12,7 @@ from glm52_jax.kernels.lib.pallas import LANES, SUBLANES
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class IndexScoresTileSizes:
     """How the work is cut.
 
     Attributes:
@@ -56,14 +56,14 @@ _TUNED: dict[tuple[str, str], tuple[int, int, int, int, int]] = {
     ("v6e", "prefill"): (128, 64, 1024, 1024, 1),
     ("tpu7x", "prefill"): (128, 64, 1024, 1024, 1),
 }
-"""The first five of `Blocks` by chip and by "prefill", or "decode" or "short" for up to eight tokens."""
+"""The first five of `IndexScoresTileSizes` by chip and by "prefill", or "decode" or "short" for up to eight tokens."""
 
 _INTERPRETED = (16, 8, 16, 8, 2)
 
 
 def choose(
     target: Target, tokens: int, capacity: int, page_size: int, wanted: tuple[int, int, int, int, int] | None = None
-) -> Blocks:
+) -> IndexScoresTileSizes:
     """The sizes for a chip and shapes, or those wanted as far as the shapes allow."""
     few = tokens <= SUBLANES
     kind = ("short" if capacity < _SHORT and tokens <= 2 else "decode") if few else "prefill"
@@ -86,7 +86,7 @@ def choose(
         chunks -= 1
     if -(-capacity // (keys * chunks)) % cores:
         cores = 1
-    return Blocks(at_once, together, keys, part, chunks, cores)
+    return IndexScoresTileSizes(at_once, together, keys, part, chunks, cores)
 
 
 def cost(

@@ -10,7 +10,7 @@ from glm52_jax.kernels import Target
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class MaskedAttentionTileSizes:
     """Sizes of one step of a kernel.
 
     Attributes:
@@ -25,13 +25,15 @@ class Blocks:
     rows: int = 256
 
 
-def choose(target: Target, tokens: int, positions: int, heads: int, *, backward: bool = False) -> Blocks:
+def choose(
+    target: Target, tokens: int, positions: int, heads: int, *, backward: bool = False
+) -> MaskedAttentionTileSizes:
     """The sizes for a chunk of so many tokens."""
     together = next(count for count in (4, 2, 1) if heads % count == 0)
     if backward:
-        return Blocks(min(512, tokens), min(512, positions), min(2, together))
+        return MaskedAttentionTileSizes(min(512, tokens), min(512, positions), min(2, together))
     keys = 1024 if positions % 1024 == 0 else 512
-    return Blocks(min(512, tokens), min(keys, positions), together)
+    return MaskedAttentionTileSizes(min(512, tokens), min(keys, positions), together)
 
 
 def cost(

@@ -20,7 +20,7 @@ def round_up(value: int, unit: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class TopkTileSizes:
     """Sizes of one selection.
 
     Scores of `rows` rows are kept as registers of 8 x 128: `8 / rows` runs of 128 neighbouring positions of each row,
@@ -85,7 +85,7 @@ class Blocks:
         return -(-self.k // LANES)
 
 
-def choose(rows: int, positions: int, k: int, *, interpret: bool = False, chunk: int = 0) -> Blocks:
+def choose(rows: int, positions: int, k: int, *, interpret: bool = False, chunk: int = 0) -> TopkTileSizes:
     """Sizes for rows of so many positions.
 
     The sizes follow from the shapes alone, for all chips: their vector units are alike, and vector memory holds any.
@@ -102,7 +102,7 @@ def choose(rows: int, positions: int, k: int, *, interpret: bool = False, chunk:
     chunk = chunk or round_up(-(-positions // count), unit)
     padded = round_up(positions, chunk)
     segment = _segment(chunk * rows // REGISTER, positions, k)
-    blocks = Blocks(rows, padded, k, chunk, segment, bits=1, group=unit // LANES, unroll=1 if interpret else 32)
+    blocks = TopkTileSizes(rows, padded, k, chunk, segment, bits=1, group=unit // LANES, unroll=1 if interpret else 32)
     registers = blocks.candidates or blocks.registers
     if interpret or registers > 64:
         return blocks
@@ -131,7 +131,7 @@ def cost(rows: int, positions: int, k: int) -> pl.CostEstimate:
     )
 
 
-def edge_cost(rows: int, candidates: int, arrays: int) -> pl.CostEstimate:
+def threshold_cost(rows: int, candidates: int, arrays: int) -> pl.CostEstimate:
     """Of the last one that is chosen: `arrays` arrays of candidates are read once."""
     return pl.CostEstimate(
         flops=rows * candidates, transcendentals=0, bytes_accessed=4 * rows * candidates * arrays + 8 * rows
