@@ -21,7 +21,10 @@ from tests.checkpoint.builders import random_params
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
-TO_PASTE = [README, ROOT / "docs" / "generation.md"]  # whose Python is whole; other pages show parts of programs
+TO_PASTE = [
+    ROOT / "docs" / "tour.md",
+    ROOT / "docs" / "generation.md",
+]  # whose Python is whole; other pages show parts of programs
 EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
