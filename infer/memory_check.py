@@ -11,8 +11,8 @@ import jax
 from glm52_jax.inputs.sizes import short_size
 from glm52_jax.params.sharding import param_specs
 from infer.planning.memory_breakdown import own_bytes
-from infer.selftest.machine import memory_limit
 from infer.steps import StepProvider
+from sharding.devices import memory_limit
 from sharding.errors import InputError
 
 

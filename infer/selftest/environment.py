@@ -10,7 +10,8 @@ import jax
 
 from glm52_jax.params.axis_rules import rules_of
 from infer.selftest.checks import Check, CheckFailed, CheckSkipped, Passed
-from infer.selftest.machine import Machine, memory_limit, slices_of
+from infer.selftest.machine import Machine
+from sharding.devices import memory_limit, slices_of
 
 PACKAGES = ("glm52-jax", "jax", "jaxlib", "libtpu", "numpy", "flax", "ml-dtypes")
 GIB = 2**30

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -13,6 +12,7 @@ from glm52_jax.kernels import resolve_backend
 from glm52_jax.params.axis_rules import check_rules
 from sharding.compiler import chips
 from sharding.compiler.topology import Topology
+from sharding.devices import shape_of, slices_of
 from sharding.layout import Layout
 from sharding.presets import read_layouts
 
@@ -82,23 +82,3 @@ class Machine:
     def several_axes(self) -> tuple[str, ...]:
         """The mesh axes of more than one device."""
         return tuple(axis for axis, size in self.mesh.shape.items() if size > 1)
-
-
-def slices_of(devices: list[jax.Device]) -> int:
-    """How many slices the devices are in."""
-    return len({getattr(device, "slice_index", 0) for device in devices})
-
-
-def shape_of(coordinates: list[Any]) -> tuple[int, ...]:
-    """Extent of chips along each dimension of the torus."""
-    return tuple(max(places) - min(places) + 1 for places in zip(*coordinates, strict=True))
-
-
-def memory_limit(device: jax.Device) -> int | None:
-    """Bytes that the device lets programs use; None where it does not say.
-
-    A device of another process tells only that one: one of this process's stands for it, since they are alike.
-    """
-    own = device.process_index == jax.process_index()
-    stats = (device if own else jax.local_devices()[0]).memory_stats()
-    return stats.get("bytes_limit") if stats else None

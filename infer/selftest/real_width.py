@@ -23,8 +23,9 @@ from glm52_jax.params.init import abstract_params, build_tree, leaf_at
 from glm52_jax.params.spec import Param
 from infer.planning.memory_breakdown import MemoryBreakdown, memory_breakdown
 from infer.selftest.checks import Check, CheckFailed, CheckSkipped, Passed, RunOnce
-from infer.selftest.machine import Machine, memory_limit
+from infer.selftest.machine import Machine
 from infer.steps import State, StepProvider
+from sharding.devices import memory_limit
 from sharding.errors import InputError
 from sharding.hosts.process_group import current
 from sharding.layout import SINGLE, Layout

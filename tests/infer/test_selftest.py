@@ -22,13 +22,14 @@ from infer.selftest.collectives import OPERATIONS, _stated, collectives
 from infer.selftest.environment import environment
 from infer.selftest.kernel_cases import CASES
 from infer.selftest.kernels import check_kernel, largest_difference, operations
-from infer.selftest.machine import Machine, memory_limit, shape_of
+from infer.selftest.machine import Machine
 from infer.selftest.real_width import choose_size
 from infer.selftest.report import SelftestReport
 from infer.selftest.tiny_model import same
 from infer.selftest.together import agree_between_hosts
 from sharding import collectives as ours
 from sharding.compiler.chips import CHIPS
+from sharding.devices import memory_limit, shape_of
 from sharding.hosts.process_group import ProcessGroup
 from sharding.layout import Layout
 
