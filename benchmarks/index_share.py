@@ -42,7 +42,7 @@ def main() -> None:
         "index keys, GiB",
         "GFLOP a device",
         "HBM, GB",
-        "longest floor, ms",
+        "largest lower bound, ms",
         "fits",
     )
     for column in columns:

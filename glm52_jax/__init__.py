@@ -1,7 +1,7 @@
 """GLM-5.2 in JAX: configuration, parameters, the model as pure functions, checkpoints, tokenizer and chat format.
 
 Public names are resolved when first used, so that importing the package imports no JAX, and so that the names that
-live on higher floors (`generate`) are found here too.
+live in higher package layers (`generate`) are found here too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Importing from another floor of the project, whose names (`infer`, `train`) users give to files of their own."""
+"""Imports modules of this project by name, and refuses where a user's file of that name hides them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
 """Meshes, axis rules, collectives, TPU topologies and what their compiler says, for any model.
 
-It imports from no other floor and knows nothing of GLM: models give it shapes, logical names and functions.
+It imports no other package layer and does not depend on a model: models give it shapes, logical names and functions.
 """

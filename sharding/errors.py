@@ -1,4 +1,4 @@
-"""The error that says a user's input is at fault, raised on every floor; and what is said of errors of the machine."""
+"""`InputError`, raised for wrong input in every package; one sentence for each error of the machine."""
 
 from __future__ import annotations
 

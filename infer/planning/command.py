@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Every slice with every layout, in one table, the most tokens a second and chip first; see docs/plan.md.",
 )
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw memory and floors to this PNG file.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw memory and lower bounds to this PNG file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--fresh", is_flag=True, help="Compile even what has been planned before.")
 def plan(

@@ -1,4 +1,4 @@
-"""Floors: times that a step takes at least, each by one resource, counted from the compiled program.
+"""Lower bounds of a step's time, one for each resource, counted from the compiled program.
 
 None of them is a prediction: each takes peak rates, and nothing else that takes time.
 """
@@ -32,9 +32,9 @@ class LowerBound:
 
 
 def lower_bounds(request: PlanRequest, program: Program) -> list[LowerBound]:
-    """The floors of a step, the longest first."""
+    """Lower bounds of the time of a step, the longest first."""
     chip = request.topology.chip
-    # What kernels state has no type: the fastest one is still a floor.
+    # What kernels state has no type: the fastest one is still a lower bound.
     peaks = {dtype: chip.peak("fp8" if dtype == "kernel" else dtype) for dtype in program.flops}
     compute = sum(count / peaks[dtype] for dtype, count in program.flops.items())
     operations = ", ".join(f"{count / 1e12:.3g} T of {dtype}" for dtype, count in program.flops.items())
@@ -45,7 +45,7 @@ def lower_bounds(request: PlanRequest, program: Program) -> list[LowerBound]:
         *_networks(collectives(program, chip), chip),
         _row_copies(request),
     ]
-    return sorted(found, key=lambda floor: -floor.seconds)
+    return sorted(found, key=lambda bound: -bound.seconds)
 
 
 def collectives(program: Program, chip: Chip) -> list[dict[str, Any]]:

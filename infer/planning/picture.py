@@ -1,4 +1,4 @@
-"""Plans as a picture: memory by part and the floors, one bar a plan."""
+"""Plans as a picture: memory by part and lower bounds of the time, one bar for each plan."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def draw(path: Path, plans: Sequence[SlicePlan]) -> None:
     mpl.rcParams["font.size"] = 9
     names = [f"{p.request['topology']}\n{p.request['layout']}, b {p.request['batch']}" for p in plans]
     figure = Figure(figsize=(max(7.0, 1.5 * len(plans) + 3), 7.5), layout="constrained")
-    memory, floors = figure.subplots(2, 1)
+    memory, times = figure.subplots(2, 1)
     parts = {
         "experts": lambda p: p.account.parameters.get("routed experts", 0),
         "other parameters": lambda p: (
@@ -59,15 +59,15 @@ def draw(path: Path, plans: Sequence[SlicePlan]) -> None:
         memory.plot([place - 0.4, place + 0.4], [limit, limit], color="black", linewidth=1.5, label=None)
     memory.set_ylabel("GiB on a device (line: what there is)")
     memory.legend(fontsize=8)
-    resources = list(dict.fromkeys(floor.resource for plan in plans for floor in plan.floors))
+    resources = list(dict.fromkeys(bound.resource for plan in plans for bound in plan.floors))
     width = 0.8 / max(1, len(resources))
     for number, resource in enumerate(resources):
         heights = [sum(f.seconds for f in plan.floors if f.resource == resource) * 1e3 for plan in plans]
         places = [place - 0.4 + width * (number + 0.5) for place in range(len(plans))]
-        floors.bar(places, heights, width, label=resource)
-    floors.set_xticks(range(len(plans)), names)
-    floors.set_yscale("log")
-    floors.set_ylabel("floor of a step's time, ms")
-    floors.legend(fontsize=8)
+        times.bar(places, heights, width, label=resource)
+    times.set_xticks(range(len(plans)), names)
+    times.set_yscale("log")
+    times.set_ylabel("lower bound of a step's time, ms")
+    times.legend(fontsize=8)
     with writing(path), whole_file(path) as file:
         figure.savefig(file, dpi=150, format=path.suffix[1:].lower())

@@ -143,9 +143,9 @@ def _kernels(plan: SlicePlan) -> Table:
 
 
 def _floors(plan: SlicePlan) -> Table:
-    table = _table("floors of the time of a step", "ms", "of")
-    for floor in plan.floors:
-        table.add_row(floor.resource, f"{floor.seconds * 1e3:,.3f}", floor.of)
+    table = _table("lower bounds of the time of a step", "ms", "of")
+    for bound in plan.floors:
+        table.add_row(bound.resource, f"{bound.seconds * 1e3:,.3f}", bound.of)
     return table
 
 
@@ -153,7 +153,7 @@ def _binding(plan: SlicePlan) -> str:
     longest = plan.floors[0]
     return (
         f"{longest.resource} binds: no less than {longest.seconds * 1e3:,.2f} ms a step, so at most "
-        f"{_rate(plan) or 0.0:,.1f} tokens a second and chip; a floor, not a prediction"
+        f"{_rate(plan) or 0.0:,.1f} tokens a second and chip; a lower bound, not a prediction"
     )
 
 
@@ -191,7 +191,9 @@ def show_many(console: Console, plans: Sequence[SlicePlan], refused: Sequence[Re
     for one in refused:
         table.add_row(one.topology, one.layout, *["-"] * (len(columns) - 1), one.why)
     console.print(table)
-    console.print("ms and tokens are those of the longest floor: at least, and at most; not a prediction", style="dim")
+    console.print(
+        "ms and tokens are those of the largest lower bound: at least, and at most; not a prediction", style="dim"
+    )
     for note in dict.fromkeys(warning for plan in plans for warning in plan.warnings if not plan.compiled):
         console.print(f"note: {note}", style="yellow", soft_wrap=True)
     if any(plan.request["padding"] for plan in plans):

@@ -41,8 +41,8 @@ class SlicePlan:
         collectives: kind, mesh axes, network, links and placement, bytes sent; see `lower_bounds.collectives`.
         flops: operations by type.
         hbm_bytes: moved to and from HBM.
-        floors: of the time of a step, the longest first.
-        tokens_per_second_per_device: of sequences, not of padding, at the longest floor.
+        floors: Lower bounds of the time of a step, the longest first.
+        tokens_per_second_per_device: of sequences, not of padding, at the largest lower bound.
         kernels: custom calls by name: how often they run, and the operations and bytes that they state, all together.
         warnings: sentences.
         seconds: of lowering and compiling, when it was made.
@@ -159,7 +159,7 @@ def analytic_plan(request: PlanRequest, why: str) -> SlicePlan:
         kernels=[],
         warnings=[
             *_filled_up(request),
-            f"{why}; this is the account alone, without temporaries, collectives and floors",
+            f"{why}; this is the account alone, without temporaries, collectives and lower bounds",
         ],
         seconds={},
     )

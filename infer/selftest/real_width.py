@@ -241,7 +241,7 @@ def _planned(plan: Any) -> Passed:
     if plan is None:
         raise CheckSkipped("there is no compiler's plan for these devices, only the account")
     longest = plan.floors[0]
-    floors = {floor.resource: floor.seconds for floor in plan.floors}
+    floors = {bound.resource: bound.seconds for bound in plan.floors}
     values = {"memory": plan.memory, "floors": floors, "collectives": plan.collectives, "warnings": plan.warnings}
     total = plan.memory["total"] / GIB
     return Passed(f"{total:.2f} GiB a device, no less than {longest.seconds * 1e3:.3f} ms ({longest.resource})", values)
@@ -274,10 +274,10 @@ def _timed(machine: Machine, bench: Bench, plan: RunOnce[Any]) -> Passed:
     figure = f"{seconds * 1e3:.2f} ms, {rate:,.1f} tokens a second (median of {len(times)} x {count} steps)"
     floor = _longest_floor(plan)
     if floor is None:
-        return Passed(f"{figure}; no floor for this chip", values)
+        return Passed(f"{figure}; no lower bound for this chip", values)
     ratio = seconds / floor.seconds
     values |= {"floor": floor.seconds, "binds": floor.resource, "times the floor": ratio}
-    return Passed(f"{figure}; {ratio:.2f} times the floor of {floor.resource}", values)
+    return Passed(f"{figure}; {ratio:.2f} times the lower bound of {floor.resource}", values)
 
 
 def _longest_floor(plan: RunOnce[Any]) -> Any:

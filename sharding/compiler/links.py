@@ -150,7 +150,7 @@ def seconds_by_dimension(used: Iterable[tuple[Mapping[str, float], float]]) -> d
     """Seconds that the links of each dimension are in use.
 
     Collectives that have a dimension in common share its links or wait for each other, so their times add up; those
-    without one may run at the same time. The largest of the sums is a floor for all of them together.
+    without one may run at the same time. The largest of the sums is a lower bound for all of them together.
 
     Args:
         used: for each collective its links by dimension and its time alone, in which it uses all of them evenly.

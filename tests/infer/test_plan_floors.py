@@ -1,4 +1,4 @@
-"""Floors of a step by hand: links by placement, what shares them, rows of padding."""
+"""Lower bounds of a step by hand: links by placement, what shares them, rows of padding."""
 
 import dataclasses
 from typing import Any

@@ -1,7 +1,7 @@
 """What a compiled program does in one call on one device: operations, bytes, collectives, copies, kernels.
 
 Everything is counted from the text of the scheduled module, bodies of loops times their iterations. Operations and
-bytes are floors for a time, not a prediction of one.
+bytes give lower bounds of a time, not a prediction of one.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 An instruction reads its operands and writes its results, as far as they are in HBM (the compiler moves much to VMEM).
 What only looks at a part of an operand is charged the part: a loop that takes a layer out of a stack reads the layer.
 An update in place is charged what it writes. Rereading of an operand inside of one instruction is not seen, so that
-the sum is a floor.
+the sum is a lower bound.
 """
 
 from __future__ import annotations
