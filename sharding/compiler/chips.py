@@ -1,7 +1,8 @@
 """What one TPU device offers: memory, peak rates, links. Every number says where it is from.
 
 A device is what `jax.devices()` counts. A TPU7x chip shows as two of them, so its vendor's figures per chip are halved
-here; on the others a device is a chip. Rates are the vendor's peaks: a time made from them is a lower bound, no prediction.
+here; on the others a device is a chip. Rates are the vendor's peaks: a time made from them is a lower
+bound, not a prediction.
 """
 
 from __future__ import annotations
