@@ -211,6 +211,11 @@ class Generation:
             self._count_decode(seconds, active, accepted)
             yield from self._emit(tokens.reshape(len(active), -1), accepted)
 
+    @property
+    def figures(self) -> GenerationStats:
+        """The former name of `stats`."""
+        return self.stats
+
     def end(self, row: int) -> None:
         """Ends a row before its time, for instance at a stop string."""
         self.reasons[row] = STOP

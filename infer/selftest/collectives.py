@@ -74,7 +74,7 @@ def _own_part(layout: Layout, x: jax.Array, axis: str) -> jax.Array:
 
 
 OPERATIONS: dict[str, CollectiveCheck] = {
-    "index": CollectiveCheck(
+    "axis_index": CollectiveCheck(
         lambda layout, x, axis: jnp.asarray(ours.axis_index(layout, axis)), lambda values, n, i: i
     ),
     "psum": CollectiveCheck(ours.psum, lambda values, n, i: _sum(values, n), lambda n: 2 * (n - 1) / n),
