@@ -186,14 +186,14 @@ def measure(place: Path, size: float, fp8: bool, jobs: int) -> tuple[int, list[S
 WHOLE = """
 import dataclasses, sys
 from pathlib import Path
-from glm52_jax.checkpoint import convert as conversion
-from glm52_jax.checkpoint.formats.manifest import Record
-from glm52_jax.checkpoint.convert.options import Settings
-conversion._refuse_too_little_room = lambda *_: None
-settings = Settings(**({"dtype": "bfloat16"} if sys.argv[4] == "change" else {}))
+from glm52_jax.checkpoint.convert import conversion
+from glm52_jax.checkpoint.convert.options import ConversionOptions
+from glm52_jax.checkpoint.formats.manifest import TensorRecord
+conversion.refuse_too_little_room = lambda *_: None
+settings = ConversionOptions(**({"dtype": "bfloat16"} if sys.argv[4] == "change" else {}))
 planned = conversion.plan(sys.argv[1], Path(sys.argv[2]), settings)
 print(len(planned.outputs), planned.bytes, planned.memory_bound(int(sys.argv[3])), flush=True)
-tensors = {n: Record(p.file, o.source_dtype, o.dtype, o.shape, "0" * 8) for n, (p, o) in planned.outputs.items()}
+tensors = {n: TensorRecord(p.file, o.source_dtype, o.dtype, o.shape, "0" * 8) for n, (p, o) in planned.outputs.items()}
 len(dataclasses.replace(planned.manifest, tensors=tensors).text())
 conversion.convert(planned, jobs=int(sys.argv[3]))
 """

@@ -246,14 +246,14 @@ os.environ["XLA_FLAGS"] = with_devices(8)
 import jax, numpy as np, orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.checkpoint.conversions import tensors
-from glm52_jax.checkpoint.formats.orbax_layout import leaf_at
+from glm52_jax.checkpoint.formats.orbax_layout import leaf_of
 
 folder = pathlib.Path(sys.argv[1])
 expected = tensors(pathlib.Path(sys.argv[2]))
 
 def check(params):
     for name, (dtype, shape, data) in expected.items():
-        leaf, expert = leaf_at(name)
+        leaf, expert = leaf_of(name)
         node = params
         for key in leaf.split("."):
             node = node[key]

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 # Prints the bytes of all parameters and of the largest array, and by how much anonymous memory rose at most.
 MEASURE = """
 import json, sys, threading
-from glm52_jax.checkpoint import leaf_arrays
+from glm52_jax.checkpoint.load import leaf_arrays
 from glm52_jax.checkpoint.journal.workers import anonymous_bytes
 import jax, jax.numpy as jnp
 from glm52_jax.checkpoint.load.loader import MARGIN_BYTES, load_params
