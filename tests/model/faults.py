@@ -64,8 +64,8 @@ def wrap(patch: Patch, owner: Any, name: str, change: Callable) -> None:
 
 def everywhere(patch: Patch, api: Any, function: Callable) -> None:
     """Makes `function` the form of an operation on every backend."""
-    for backend in api._FORMS:
-        patch.setitem(api._FORMS, backend, function)
+    for backend in api._IMPLEMENTATIONS:
+        patch.setitem(api._IMPLEMENTATIONS, backend, function)
 
 
 def rounded(x: jax.Array) -> jax.Array:

@@ -162,7 +162,7 @@ def _attend_to_all(monkeypatch: Patch, where: Callable[[LayerIndex], jax.Array])
         return original(params, config, place, *rest)
 
     def attend(original, weights, config, projected, kept, layer, standing, selection, **options):
-        mask = jnp.arange(kept.capacity) <= standing.seen[..., None]
+        mask = jnp.arange(kept.capacity) <= standing.last_visible[..., None]
         listed = selection.indices[..., None] == jnp.arange(kept.capacity)
         chosen = jnp.where(where(places[-1]), mask, jnp.any(listed, axis=2))
         selection = Selection(mask=chosen)
